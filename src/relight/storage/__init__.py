@@ -1,0 +1,1 @@
+"""Places that hold bytes: one narrow protocol, one file per kind of backend."""
