@@ -1,0 +1,354 @@
+"""Put a saved state back: every saved name against every live one, strictly, before a byte is loaded.
+
+Nothing live is changed until all parts have been compared; then tensors are filled in place by `fetch`, and the
+finishing calls run in an order that the parts need: values and schedulers, then parameter groups (a scheduler's
+constructor may have rewritten the learning rate), random generators last.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from relight.checkpoint import context, rng
+from relight.checkpoint.format import DTYPES, dtype_name
+from relight.checkpoint.modules import extra_states, module_tensors
+from relight.checkpoint.state import TrainState, part_key
+from relight.checkpoint.values import is_module, restore_value
+from relight.errors import SettingsChangedError, StateMismatchError
+
+__all__ = ["Allowances", "Matching", "SavedState"]
+
+Fetch = Callable[[list[tuple[str, torch.Tensor]]], None]
+_MAX_LINES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Allowances:
+    """Differences that the user accepts, as shell patterns on keys (with or without the part's prefix)."""
+
+    missing: Sequence[str] = ()
+    extra: Sequence[str] = ()
+    changed: Sequence[str] = ()
+
+    def allows(self, kind: str, key: str) -> bool:
+        """Return whether a difference of `kind` ("missing", "extra", "changed") at `key` is accepted."""
+        short = key.partition("/")[2] or key
+        return any(
+            fnmatch.fnmatchcase(key, pattern) or fnmatch.fnmatchcase(short, pattern)
+            for pattern in getattr(self, kind)
+        )
+
+
+@dataclass(slots=True)
+class SavedState:
+    """What a checkpoint holds for this rank, tensors by description.
+
+    Attributes:
+        specs: key -> (dtype name, shape); aliases resolve through `aliases`.
+        parts: part name -> typed JSON.
+        fetch: fills tensors by key.
+    """
+
+    specs: dict[str, tuple[str, tuple[int, ...]]]
+    aliases: dict[str, str]
+    parts: dict[str, Any]
+    fetch: Fetch
+
+    def stored_key(self, key: str) -> str:
+        """Return the key under which `key`'s bytes are stored."""
+        return self.aliases.get(key, key)
+
+
+@dataclass(slots=True)
+class Matching:
+    """One comparison of a saved state with the live one; build it, call `match_*`, then `apply`."""
+
+    state: TrainState
+    saved: SavedState
+    allow: Allowances = field(default_factory=Allowances)
+    targets: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    allowed: list[str] = field(default_factory=list)
+    first: list[Callable[[], Any]] = field(default_factory=list)
+    last: list[Callable[[], Any]] = field(default_factory=list)
+
+    def differ(self, kind: str, key: str, text: str) -> None:
+        """Note a difference: recorded when allowed, a problem else."""
+        (self.allowed if self.allow.allows(kind, key) else self.problems).append(f"{key}: {text}")
+
+    def apply(self) -> None:
+        """Raise if anything differs; else fill the tensors and finish.
+
+        Raises:
+            StateMismatchError: lists every difference, both sides.
+        """
+        if self.problems:
+            shown = "\n  ".join(self.problems[:_MAX_LINES])
+            more = (
+                f"\n  and {len(self.problems) - _MAX_LINES} more" if len(self.problems) > _MAX_LINES else ""
+            )
+            raise StateMismatchError(
+                f"checkpoint and train state differ in {len(self.problems)} places:\n  {shown}{more}\n"
+                "allow single keys with allow_missing=, allow_extra= or allow_changed= of Checkpointer",
+                path=self.problems[0].partition(":")[0],
+            )
+        self.saved.fetch(self.targets)
+        for finish in (*self.first, *self.last):
+            finish()
+
+    def match_parts(self, parts: frozenset[str]) -> None:
+        """Compare the wanted parts; parts that the train state does not have are left for later (`LateParts`)."""
+        if "settings" in parts:
+            self.match_settings()
+        if "model" in parts:
+            for name, module in self.state.models.items():
+                self.match_module(part_key("model", name), module)
+            self._match_model_names()
+        if "optimizer" in parts:
+            for name in self.state.optimizers:
+                self.match_optimizer(name)
+        if "scheduler" in parts:
+            self.match_values("scheduler", self.state.schedulers)
+        if "scaler" in parts:
+            self.match_values("scaler", self.state.scalers)
+        if "extra" in parts:
+            self.match_values("extra", self.state.extra)
+        if "data" in parts:
+            self.match_data()
+        if "rng" in parts:
+            self.match_rng()
+
+    def _match_model_names(self) -> None:
+        saved = {key.partition("/")[0] for key in self.saved.specs}
+        live = {part_key("model", name) for name in self.state.models}
+        for key in sorted(saved - live):
+            if key.partition(".")[0] == "model":
+                self.differ("extra", key, "a model in the checkpoint, not in the train state")
+
+    def match_settings(self) -> None:
+        """Compare the settings that shape the trajectory.
+
+        Raises:
+            SettingsChangedError: a value changed and is not allowed to; names every change, old -> new.
+        """
+        old = context.decode(self.saved.parts.get("settings", {}))
+        new = self.state.all_settings()
+        changes = {
+            key: (old.get(key), new.get(key))
+            for key in sorted({*old, *new})
+            if key in old and key in new and not _equal(old[key], new[key])
+        }
+        refused = {key: pair for key, pair in changes.items() if not self.allow.allows("changed", key)}
+        if refused:
+            listed = ", ".join(f"{key} {was!r} -> {now!r}" for key, (was, now) in refused.items())
+            raise SettingsChangedError(
+                f"settings that shape the trajectory changed: {listed}; to go on with the new ones pass "
+                f"allow_changed={tuple(refused)!r}",
+                changes=refused,
+            )
+        self.allowed += [f"settings {key}: {was!r} -> {now!r}" for key, (was, now) in changes.items()]
+
+    def match_module(self, key: str, module: nn.Module) -> None:
+        """Compare one module's parameters, buffers and extra states with the saved ones under `key`."""
+        found = module_tensors(module)
+        live = {
+            f"{key}/{name}": tensor for name, tensor in (*found.parameters.items(), *found.buffers.items())
+        }
+        aliases = {f"{key}/{name}" for name in found.aliases}
+        prefix = f"{key}/"
+        specs = self.saved.specs
+        known = {name for name in (*specs, *self.saved.aliases) if name.startswith(prefix)}
+        for name, tensor in live.items():
+            stored = self.saved.stored_key(name)
+            if stored in specs:
+                self._match_tensor(name, stored, tensor)
+            else:
+                self.differ("missing", name, f"in the model ({_spec_text(tensor)}), not in the checkpoint")
+        for name in sorted(known - set(live) - aliases):
+            if "/_extra_state/" not in name:
+                self.differ("extra", name, "in the checkpoint, not in the model")
+        for name in sorted(aliases):
+            if name in specs:
+                self.differ("extra", name, "tied in the model, stored as a tensor of its own")
+        self._match_extra_states(key, module)
+
+    def _match_extra_states(self, key: str, module: nn.Module) -> None:
+        wanted = {f"{key}/{prefix}/_extra_state/": owner for prefix, owner in extra_states(module)}
+        present = {name for name in self.saved.parts if name.startswith(f"{key}/")}
+        for name in sorted(present - set(wanted)):
+            self.differ("extra", name, "extra state in the checkpoint, not in the model")
+        for name, owner in wanted.items():
+            if name not in present:
+                self.differ("missing", name, "extra state of the model is not in the checkpoint")
+                continue
+            value = context.decode(self.saved.parts[name], tensors=self._new_tensor)
+            self.first.append(partial(owner.set_extra_state, value))
+
+    def _match_tensor(self, name: str, stored: str, tensor: torch.Tensor) -> None:
+        dtype, shape = self.saved.specs[stored]
+        if dtype != dtype_name(tensor.dtype) or shape != tuple(tensor.shape):
+            self.problems.append(f"{name}: saved {dtype} {list(shape)}, live {_spec_text(tensor)}")
+        else:
+            self.targets.append((stored, tensor))
+
+    def match_optimizer(self, name: str) -> None:
+        """Compare optimizer `name`'s groups by parameter name and prepare its state."""
+        key = part_key("optimizer", name)
+        saved = self.saved.parts.get(key)
+        if saved is None:
+            self.differ("missing", key, "in the train state, not in the checkpoint")
+            return
+        view = self.state.view(name)
+        kind = type(view.optimizer).__qualname__
+        if kind != saved["class"]:
+            self.differ("changed", f"{key}.class", f"saved by {saved['class']}, live {kind}")
+        try:
+            match = view.check_groups(
+                saved["groups"],
+                lambda parameter: self.allow.allows("missing", parameter),
+                lambda parameter: self.allow.allows("extra", parameter),
+            )
+        except StateMismatchError as error:
+            self.problems.append(str(error))
+            return
+        tensor_of = self._optimizer_tensors(name, set(saved["on_host"]))
+        view_state = saved["state"]
+        self.first.append(lambda: view.restore_state(view_state, tensor_of.__getitem__))
+        parameters = view.parameters()
+        for parameter, value in view_state.items():
+            if parameter in parameters:
+                context.decode(value, tensors=tensor_of.make)
+        self.last.append(lambda: view.restore_groups(saved["groups"], match))
+
+    def match_groups(self) -> None:
+        """Prepare to put the parameter groups' options back, without their state."""
+        for name in self.state.optimizers:
+            saved = self.saved.parts.get(part_key("optimizer", name))
+            if saved is not None:
+                view = self.state.view(name)
+                match = view.check_groups(
+                    saved["groups"],
+                    lambda parameter: self.allow.allows("missing", parameter),
+                    lambda parameter: self.allow.allows("extra", parameter),
+                )
+                self.last.append(partial(view.restore_groups, saved["groups"], match))
+
+    def _optimizer_tensors(self, name: str, on_host: set[str]) -> _OptimizerTensors:
+        view = self.state.view(name)
+        keys, tensors, _ = view.tensors()
+        return _OptimizerTensors(
+            self, dict(zip(keys, tensors, strict=True)), view.parameters(), view.prefix, on_host
+        )
+
+    def match_values(self, part: str, objects: dict[str, Any]) -> None:
+        """Compare schedulers, scalers or extras and prepare to put them back."""
+        for name, current in objects.items():
+            key = part_key(part, name)
+            if is_module(current):
+                self.match_module(key, current)
+            elif key not in self.saved.parts:
+                self.differ("missing", key, "in the train state, not in the checkpoint")
+            else:
+                try:
+                    put = restore_value(current, self.saved.parts[key], path=key, tensor_of=self._new_tensor)
+                except StateMismatchError as error:
+                    self.problems.append(str(error))
+                    continue
+                self.first.append(partial(_replace, objects, name, put))
+
+    def match_data(self) -> None:
+        """Prepare the data position."""
+        if self.state.data is None:
+            return
+        if "data" not in self.saved.parts:
+            self.differ("missing", "data", "in the train state, not in the checkpoint")
+            return
+        saved = context.decode(self.saved.parts["data"], tensors=self._new_tensor)
+        data = self.state.data
+        self.first.append(lambda: data.restore(saved))
+
+    def match_rng(self) -> None:
+        """Prepare the random generators, to be put back after everything else."""
+        if "rng" not in self.saved.parts:
+            self.differ("missing", "rng", "the checkpoint holds no random generators")
+            return
+        saved = context.decode(self.saved.parts["rng"])
+        self.last.append(lambda: rng.restore_rng(saved))
+
+    def _new_tensor(self, key: str) -> torch.Tensor:
+        if key not in self.saved.specs:
+            raise StateMismatchError(
+                f"{key}: the context names this tensor, the checkpoint does not hold it", path=key
+            )
+        dtype, shape = self.saved.specs[key]
+        tensor = torch.empty(shape, dtype=DTYPES[dtype])
+        self.targets.append((key, tensor))
+        return tensor
+
+
+class _OptimizerTensors:
+    """State tensors of one optimizer: the live one where it fits, a new one on its parameter's device else."""
+
+    def __init__(
+        self,
+        matching: Matching,
+        live: dict[str, torch.Tensor],
+        parameters: dict[str, torch.Tensor],
+        prefix: str,
+        on_host: set[str],
+    ) -> None:
+        self._matching = matching
+        self._live = live
+        self._parameters = parameters
+        self._prefix = prefix
+        self._on_host = on_host
+        self._made: dict[str, torch.Tensor] = {}
+
+    def make(self, key: str) -> torch.Tensor:
+        specs = self._matching.saved.specs
+        if key not in specs:
+            raise StateMismatchError(
+                f"{key}: the context names this tensor, the checkpoint does not hold it", path=key
+            )
+        dtype, shape = specs[key]
+        tensor = self._live.get(key)
+        if tensor is None or tensor.dtype != DTYPES[dtype] or tuple(tensor.shape) != shape:
+            tensor = self._new(key, DTYPES[dtype], shape)
+        self._made[key] = tensor
+        self._matching.targets.append((key, tensor))
+        return tensor
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self._made[key]
+
+    def _new(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        parameter = self._parameters.get(key[len(self._prefix) :].rpartition("/")[0])
+        if parameter is None or key in self._on_host:
+            device = (
+                parameter.device
+                if parameter is not None and key not in self._on_host
+                else torch.device("cpu")
+            )
+            return torch.empty(shape, dtype=dtype, device=device)
+        if tuple(parameter.shape) == shape:
+            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        return torch.empty(shape, dtype=dtype, device=parameter.device)
+
+
+def _replace(objects: dict[str, Any], name: str, put: Callable[[], Any]) -> None:
+    objects[name] = put()
+
+
+def _spec_text(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _equal(left: Any, right: Any) -> bool:
+    return bool(context.dumps(context.encode(left)) == context.dumps(context.encode(right)))

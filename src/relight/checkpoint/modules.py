@@ -1,0 +1,97 @@
+"""Tensors of an `nn.Module` under canonical names: wrappers leave no trace, ties are found, nothing is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+
+from relight.errors import StateMismatchError
+
+__all__ = ["ModuleTensors", "extra_states", "module_tensors"]
+
+# Names that torch's own wrappers give to what they wrap; a trailing underscore-name cannot clash with user names
+# by accident, and "module" is only dropped below the two wrapper classes that use it.
+_WRAPPER_NAMES = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+
+@dataclass(slots=True)
+class ModuleTensors:
+    """Parameters and persistent buffers of a module by canonical name.
+
+    Attributes:
+        parameters: name -> parameter, first name of each tied parameter only.
+        buffers: name -> persistent buffer, likewise.
+        aliases: further name of a tied tensor -> its first name.
+    """
+
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+
+def module_tensors(module: nn.Module) -> ModuleTensors:
+    """Return the tensors of `module` by canonical name.
+
+    `module.` of (Distributed)DataParallel, `_orig_mod.` of torch.compile and the prefixes of FSDP and activation
+    checkpointing are dropped. Lazy parameters that are not materialised yet raise.
+
+    Raises:
+        StateMismatchError: two tensors end up with one name, or a parameter is not materialised.
+    """
+    found = ModuleTensors()
+    first_name: dict[int, str] = {}
+    for prefix, owner in _walk(module, ""):
+        for name, tensor in owner._parameters.items():
+            if tensor is not None:
+                _place(found, found.parameters, first_name, prefix + name, tensor)
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and name not in owner._non_persistent_buffers_set:
+                _place(found, found.buffers, first_name, prefix + name, buffer)
+    return found
+
+
+def _place(
+    found: ModuleTensors,
+    table: dict[str, torch.Tensor],
+    first_name: dict[int, str],
+    name: str,
+    tensor: torch.Tensor,
+) -> None:
+    if isinstance(tensor, UninitializedTensorMixin):
+        raise StateMismatchError(f"{name} is a lazy parameter: run one forward before TrainState", path=name)
+    known = first_name.setdefault(id(tensor), name)
+    if known != name:
+        found.aliases[name] = known
+    elif name in found.parameters or name in found.buffers:
+        raise StateMismatchError(
+            f"two tensors are called {name} once wrapper prefixes are dropped", path=name
+        )
+    else:
+        table[name] = tensor
+
+
+def extra_states(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (canonical prefix without the dot, module) for every submodule that defines `get_extra_state`."""
+    for prefix, owner in _walk(module, ""):
+        if type(owner).get_extra_state is not nn.Module.get_extra_state:
+            yield prefix.removesuffix("."), owner
+
+
+def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    yield prefix, module
+    is_parallel = isinstance(module, DataParallel | DistributedDataParallel)
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        dropped = name in _WRAPPER_NAMES or (is_parallel and name == "module")
+        yield from _walk(child, prefix if dropped else f"{prefix}{name}.")
+
+
+def is_replicated_by_wrapper(module: nn.Module) -> bool:
+    """Return whether `module` is DistributedDataParallel, which keeps its parameters equal on all ranks."""
+    return isinstance(module, DistributedDataParallel)

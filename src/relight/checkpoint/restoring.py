@@ -1,0 +1,104 @@
+"""The restore of one rank: which candidates there are, the one that all ranks can load, and what was met on the way."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from relight.checkpoint.candidates import Candidate, Checkpoint, list_candidates, try_candidates
+from relight.checkpoint.group import RankGroup
+from relight.checkpoint.late import LateParts
+from relight.checkpoint.matching import Allowances, Matching
+from relight.checkpoint.slot_pool import SlotPool
+from relight.checkpoint.state import TrainState
+from relight.keeper.messages import HeldSnapshot
+from relight.manifest.catalog import Catalog
+
+__all__ = ["Restored", "Restorer"]
+
+log = logging.getLogger("relight.checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What was restored, from which nearest place ("ram" or a URL), and how many bytes were read."""
+
+    candidate: Candidate
+    place: str
+    bytes_read: int
+
+
+class Restorer:
+    """Restores into `state` on every rank together.
+
+    Args:
+        emit: records an event: kind, step, fields.
+    """
+
+    def __init__(
+        self, state: TrainState, group: RankGroup, allow: Allowances, emit: Callable[..., None]
+    ) -> None:
+        self._state = state
+        self._group = group
+        self._allow = allow
+        self._emit = emit
+
+    def restore(
+        self,
+        catalogs: Sequence[Catalog],
+        held: Sequence[HeldSnapshot],
+        slots: SlotPool | None,
+        *,
+        step: int | None,
+        parts: frozenset[str],
+    ) -> Restored | None:
+        """Restore the newest candidate (or exactly `step`) that every rank can load; None if there is none.
+
+        Raises:
+            StateMismatchError, SettingsChangedError: saved and live state differ; nothing was changed.
+        """
+        listed = list_candidates(catalogs, held, step=step) if self._group.rank == 0 else []
+        told = self._group.gather(msgspec.to_builtins(listed))[0]
+        candidates = msgspec.convert(told, list[Candidate])
+        results: list[Restored] = []
+
+        def load(candidate: Candidate) -> None:
+            results.append(self._load(candidate, catalogs, held, slots, parts))
+
+        found = try_candidates(candidates, self._group, load, self._skipped)
+        return results[-1] if found is not None else None
+
+    def _load(
+        self,
+        candidate: Candidate,
+        catalogs: Sequence[Catalog],
+        held: Sequence[HeldSnapshot],
+        slots: SlotPool | None,
+        parts: frozenset[str],
+    ) -> Restored:
+        with Checkpoint(
+            candidate, catalogs, slots.folder if slots is not None else None, held, slots
+        ) as opened:
+            saved = opened.saved_state(self._group.rank)
+            matching = Matching(self._state, saved, self._allow)
+            if parts & {"optimizer", "rng", "data"} and candidate.world_size != self._group.world_size:
+                text = f"saved by {candidate.world_size} ranks, now {self._group.world_size}"
+                matching.differ("changed", "world_size", text)
+            matching.match_parts(parts)
+            late = LateParts(saved, self._allow)
+            late.load(self._state, parts)
+            matching.apply()
+            self._state.await_late(late)
+            for text in matching.allowed:
+                self._emit("mismatch_allowed", candidate.step, what=text)
+            for text in opened.bad_copies():
+                self._emit("copy_bad", candidate.step, what=text)
+                log.warning("relight: bad copy passed over: %s", text)
+            return Restored(candidate, opened.place(), opened.bytes_read)
+
+    def _skipped(self, candidate: Candidate, reason: str) -> None:
+        self._emit("candidate_skipped", candidate.step, reason=reason)
+        log.warning("relight: step %d cannot be restored, trying an older one: %s", candidate.step, reason)

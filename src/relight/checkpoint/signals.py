@@ -1,0 +1,48 @@
+"""Signal handlers that leave the user's own in place: ours runs, then the one that was there before."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+__all__ = ["SignalHook"]
+
+
+class SignalHook:
+    """Call `act` when the signal arrives, then what handled it before.
+
+    Where nothing did and the signal's default is to end the process (`is_final`), it ends as by that signal. Only
+    the main thread can install handlers; elsewhere this does nothing. A forked child does not act.
+    """
+
+    def __init__(self, number: signal.Signals, act: Callable[[], None], *, is_final: bool) -> None:
+        self._number = number
+        self._act = act
+        self._is_final = is_final
+        self._pid = os.getpid()
+        self._previous: Any = None
+        self.is_installed = threading.current_thread() is threading.main_thread()
+        if self.is_installed:
+            self._previous = signal.signal(number, self._handle)
+
+    def remove(self) -> None:
+        """Put the previous handler back, unless somebody installed another one since."""
+        if not self.is_installed or threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(self._number) == self._handle:
+            signal.signal(self._number, self._previous if self._previous is not None else signal.SIG_DFL)
+        self.is_installed = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        is_ours = os.getpid() == self._pid
+        if is_ours:
+            self._act()
+        if callable(self._previous):
+            self._previous(number, frame)
+        elif self._is_final and self._previous in (signal.SIG_DFL, None):
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)

@@ -1,0 +1,293 @@
+"""From stored or mapped rank images into tensors: block by block, each digest checked before a byte goes on.
+
+A block that cannot be read or does not match its digest is taken from the next copy of the same image; only when
+no copy is left does the load fail. Blocks are handled by a few threads; hashing, reading and copying release the
+interpreter lock. No second full copy of the state is made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import xxhash
+
+from relight.checkpoint.format import ImageEntry, header_bytes, parse_header
+from relight.errors import CopyError, CorruptionError, RetryableError
+from relight.keeper.arena import ArenaSlot
+from relight.manifest.manifest import BLOCK_BYTES
+from relight.storage.backend import StorageBackend
+
+__all__ = ["BadBlock", "Image", "ImageCopy", "SlotCopy", "StoredCopy", "Target", "load_targets"]
+
+MAPPED_THREADS = 2
+READ_THREADS = 3
+_BAD = (CopyError, RetryableError)
+
+
+@dataclass(frozen=True, slots=True)
+class BadBlock:
+    """A block that one copy could not give: which, where, and why."""
+
+    place: str
+    block: int
+    reason: str
+
+
+class ImageCopy(Protocol):
+    """One copy of a rank image."""
+
+    place: str
+    is_mapped: bool
+
+    def block(self, start: int, stop: int, bounce: memoryview | None) -> memoryview:
+        """Return bytes [start, stop) of the image, read into `bounce` unless the copy is mapped."""
+        ...
+
+
+class SlotCopy:
+    """The image in a slot of this node's arena; nothing is read, blocks are views."""
+
+    is_mapped = True
+
+    def __init__(self, slot: ArenaSlot) -> None:
+        self.place = str(slot.path)
+        self._slot = slot
+
+    def block(self, start: int, stop: int, bounce: memoryview | None) -> memoryview:
+        """Return a view of the slot."""
+        return self._slot.image[start:stop]
+
+
+class StoredCopy:
+    """The image as a stored file."""
+
+    is_mapped = False
+
+    def __init__(self, backend: StorageBackend, name: str) -> None:
+        self.place = f"{backend.url}/{name}"
+        self._backend = backend
+        self._name = name
+
+    def block(self, start: int, stop: int, bounce: memoryview | None) -> memoryview:
+        """Read into `bounce`."""
+        target = bounce[: stop - start] if bounce is not None else memoryview(bytearray(stop - start))
+        self._backend.read_into(self._name, start, target)
+        return target
+
+
+class Image:
+    """A rank image with its digests and every copy of it, nearest first."""
+
+    def __init__(self, *, image_bytes: int, digests: Sequence[bytes], copies: Sequence[ImageCopy]) -> None:
+        self.image_bytes = image_bytes
+        self.digests = digests
+        self.copies = list(copies)
+        self.bad: list[BadBlock] = []
+        self._entries: dict[str, ImageEntry] | None = None
+        self._checked: set[int] = set()
+        if len(digests) != -(-image_bytes // BLOCK_BYTES):
+            raise CorruptionError(
+                f"{self.place}: {len(digests)} digests do not fit {image_bytes} bytes", path=self.place
+            )
+
+    @property
+    def place(self) -> str:
+        """The nearest copy's place, for messages."""
+        return self.copies[0].place if self.copies else "no copy"
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the nearest copy needs no reading."""
+        return bool(self.copies) and self.copies[0].is_mapped
+
+    def verified_block(self, index: int, bounce: memoryview | None) -> memoryview:
+        """Return block `index` with its digest checked, from the nearest copy that has it whole.
+
+        Raises:
+            CorruptionError: no copy is left.
+        """
+        start = index * BLOCK_BYTES
+        stop = min(start + BLOCK_BYTES, self.image_bytes)
+        reasons = []
+        for copy in self.copies:
+            try:
+                data = copy.block(start, stop, bounce)
+                # A sealed slot does not change, so a mapped block that was checked stays checked.
+                if copy.is_mapped and index in self._checked:
+                    return data
+                if xxhash.xxh3_128_digest(data) == self.digests[index]:
+                    if copy.is_mapped:
+                        self._checked.add(index)
+                    return data
+                reason = "bytes differ from their digest"
+            except _BAD as error:
+                reason = str(error)
+            self.bad.append(BadBlock(copy.place, index, reason))
+            reasons.append(f"{copy.place}: block {index}: {reason}")
+        raise CorruptionError("; ".join(reasons) or "no copy", path=self.place, block=index)
+
+    def entries(self) -> dict[str, ImageEntry]:
+        """Return the image's entries by name, offsets counted from its start."""
+        if self._entries is None:
+            block = self.verified_block(0, None) if self.image_bytes else memoryview(b"")
+            length = header_bytes(block[:8], image_bytes=self.image_bytes, path=self.place)
+            header = bytes(block[:length])
+            for index in range(1, -(-length // BLOCK_BYTES)):
+                header += bytes(self.verified_block(index, None)[: length - len(header)])
+            self._entries = parse_header(header, image_bytes=self.image_bytes, path=self.place)
+        return self._entries
+
+
+@dataclass(slots=True)
+class Target:
+    """A run of bytes of an image and the tensor rows it fills.
+
+    Args:
+        image: where from.
+        start, stop: byte range in the image.
+        tensor: destination of the whole tensor's dtype and shape.
+        start_bytes: where the run starts in the (contiguous order of the) tensor.
+    """
+
+    image: Image
+    start: int
+    stop: int
+    tensor: torch.Tensor
+    start_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Staging:
+    """A destination that cannot be written byte-wise: gathered on the host, then copied as a whole."""
+
+    tensor: torch.Tensor
+    missing_bytes: int
+    host: torch.Tensor | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def address(self) -> int:
+        with self.lock:
+            if self.host is None:
+                self.host = torch.empty(self.tensor.shape, dtype=self.tensor.dtype)
+            return self.host.data_ptr()
+
+    def arrived(self, num_bytes: int) -> None:
+        with self.lock:
+            self.missing_bytes -= num_bytes
+            if self.missing_bytes == 0 and self.host is not None:
+                with torch.no_grad():
+                    self.tensor.copy_(self.host)
+                self.host = None
+
+
+_Move = tuple[int, int, int, "_Staging | int"]
+
+
+def load_targets(
+    targets: Iterable[Target],
+    *,
+    on_bytes: Callable[[int], None] | None = None,
+    num_threads: int | None = None,
+) -> int:
+    """Fill every target; blocks that no target needs are not read.
+
+    Args:
+        on_bytes: called with the number of bytes of each block that is done, for a progress bar.
+
+    Returns:
+        Number of bytes of images read.
+
+    Raises:
+        CorruptionError: a block has no good copy; targets may be partly filled, with verified bytes only.
+    """
+    blocks = _moves_by_block(targets)
+    if not blocks:
+        return 0
+    is_mapped = all(image.is_mapped for image, _, _ in blocks)
+    threads = num_threads or (MAPPED_THREADS if is_mapped else READ_THREADS)
+    pending = iter(blocks)
+    lock = threading.Lock()
+    failures: list[BaseException] = []
+    total = [0]
+
+    def work() -> None:
+        bounce = None if is_mapped else _bounce_buffer()
+        while not failures:
+            with lock:
+                job = next(pending, None)
+            if job is None:
+                return
+            try:
+                num_bytes = _handle(*job, bounce)
+            except BaseException as error:  # noqa: BLE001 - handed to the caller below
+                failures.append(error)
+                return
+            with lock:
+                total[0] += num_bytes
+                if on_bytes is not None:
+                    on_bytes(num_bytes)
+
+    workers = [
+        threading.Thread(target=work, name=f"relight-load-{at}")
+        for at in range(min(threads, len(blocks)) - 1)
+    ]
+    for worker in workers:
+        worker.start()
+    work()
+    for worker in workers:
+        worker.join()
+    if failures:
+        raise failures[0]
+    return total[0]
+
+
+def _handle(image: Image, index: int, moves: list[_Move], bounce: memoryview | None) -> int:
+    data = image.verified_block(index, bounce)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(data))
+    for offset, num_bytes, at, place in moves:
+        if isinstance(place, int):
+            ctypes.memmove(place, base + offset, num_bytes)
+        else:
+            ctypes.memmove(place.address() + at, base + offset, num_bytes)
+            place.arrived(num_bytes)
+    return len(data)
+
+
+def _moves_by_block(targets: Iterable[Target]) -> list[tuple[Image, int, list[_Move]]]:
+    found: dict[tuple[int, int], tuple[Image, int, list[_Move]]] = {}
+    stagings: dict[int, _Staging] = {}
+    for target in targets:
+        if target.stop <= target.start:
+            continue
+        tensor = target.tensor
+        is_flat = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj()
+        staging = None
+        if not is_flat:
+            whole = tensor.numel() * tensor.element_size()
+            staging = stagings.setdefault(id(tensor), _Staging(tensor, whole))
+        address = tensor.data_ptr() + target.start_bytes if is_flat else target.start_bytes
+        position = target.start
+        while position < target.stop:
+            index = position // BLOCK_BYTES
+            stop = min(target.stop, (index + 1) * BLOCK_BYTES)
+            done = position - target.start
+            key = (id(target.image), index)
+            if key not in found:
+                found[key] = (target.image, index, [])
+            place = address + done if staging is None else staging
+            found[key][2].append((position - index * BLOCK_BYTES, stop - position, address + done, place))
+            position = stop
+    return list(found.values())
+
+
+def _bounce_buffer() -> memoryview:
+    area = mmap.mmap(-1, BLOCK_BYTES)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        area.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(area)
