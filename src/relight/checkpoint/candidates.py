@@ -8,21 +8,31 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Self
 
 import msgspec
 import torch
 
 from relight.checkpoint import context
+from relight.checkpoint.format import ImageEntry
 from relight.checkpoint.group import RankGroup
 from relight.checkpoint.matching import SavedState
 from relight.checkpoint.slot_pool import SlotPool
-from relight.checkpoint.transfer import Image, ImageCopy, SlotCopy, StoredCopy, Target, load_targets
+from relight.checkpoint.transfer import Image, ImageCopy, LoadPlan, SlotCopy, StoredCopy
 from relight.errors import ConfigError, CopyError, CorruptionError, MissingCopyError, RetryableError
-from relight.keeper.arena import ArenaSlot, slot_path
+from relight.keeper.arena import ArenaSlot, run_digest, slot_path
 from relight.keeper.messages import HeldSnapshot
 from relight.manifest.catalog import Catalog, Inventory
-from relight.manifest.manifest import IndexEntry, Manifest, Piece, RankRecord, RecordDraft
+from relight.manifest.manifest import (
+    PER_RANK,
+    IndexEntry,
+    Manifest,
+    RankRecord,
+    RecordDraft,
+    decode_index,
+)
 from relight.manifest.names import image_name
 
 __all__ = ["Candidate", "Checkpoint", "list_candidates", "try_candidates"]
@@ -63,7 +73,8 @@ def list_candidates(
                 step=info.step, generation=info.generation, world_size=info.world_size, tiers=tiers
             )
     lineage = surveys[-1].lineage
-    for (generation, held_step), world_size in _complete(held).items():
+    ours = [one for one in held if one.run_digest == run_digest(surveys[-1].run or "")]
+    for (generation, held_step), world_size in _complete(ours).items():
         if lineage.holds(held_step, generation):
             old = found.get((generation, held_step))
             found[generation, held_step] = Candidate(
@@ -104,10 +115,11 @@ class Checkpoint:
     _images: dict[int, Image] = field(default_factory=dict)
     _drafts: dict[int, RecordDraft] = field(default_factory=dict)
     _manifests: dict[int, Manifest] = field(default_factory=dict)
+    _records: dict[tuple[int, int], RankRecord] = field(default_factory=dict)
     _stack: ExitStack = field(default_factory=ExitStack)
     _bad_places: list[str] = field(default_factory=list)
 
-    def __enter__(self) -> Checkpoint:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -118,13 +130,9 @@ class Checkpoint:
         source = rank if rank < self.candidate.world_size else 0
         draft = self._open(source)
         first = draft if source == 0 else self._open(0)
-        self._index = first.index
-        specs = {
-            key: (entry.dtype, entry.shape)
-            for key, entry in first.index.items()
-            if entry.ownership == "replicated"
-        }
-        specs.update(draft.local)
+        self._index = decode_index(first.index)
+        specs = dict(self._index)
+        specs.update({key: IndexEntry(dtype, shape, PER_RANK) for key, (dtype, shape) in draft.local.items()})
         parts = context.loads(bytes(draft.context))
         return SavedState(
             specs=specs, aliases=first.aliases, parts=parts, fetch=lambda wanted: self._fetch(wanted, source)
@@ -140,33 +148,39 @@ class Checkpoint:
         return "ram" if self.candidate.in_memory else self.catalogs[self.candidate.tiers[0]].backend.url
 
     def _fetch(self, wanted: list[tuple[str, torch.Tensor]], source: int) -> None:
-        targets: list[Target] = []
+        plan = LoadPlan()
+        index = self._index
+        images: dict[int, tuple[Image, dict[str, ImageEntry], int]] = {}
         for key, tensor in wanted:
-            targets += self._locate(key, tensor, source)
-        self.bytes_read += load_targets(targets)
+            entry = index.get(key)
+            home = source if entry is None or entry.home == PER_RANK else entry.home
+            if home < 0 and entry is not None:
+                self._add_pieces(plan, entry, tensor)
+                continue
+            if home not in images:
+                opened = self._image(home)
+                images[home] = (opened, opened.entries(), opened.data_start)
+            image, entries, base = images[home]
+            stored = entries.get(key)
+            if stored is None or stored.num_bytes != tensor.nbytes:
+                raise _not_as_indexed(image, key, tensor.nbytes)
+            start, stop = stored.data_offsets
+            plan.add(image, base + start, base + stop, tensor)
+        self.bytes_read += plan.run()
 
-    def _locate(self, key: str, tensor: torch.Tensor, source: int) -> list[Target]:
-        entry = self._index.get(key)
-        if entry is None or entry.ownership == "per-rank":
-            pieces: tuple[Piece, ...] = (Piece(source, key, (0,) * tensor.dim(), tuple(tensor.shape)),)
-        else:
-            pieces = entry.pieces
+    def _add_pieces(self, plan: LoadPlan, entry: IndexEntry, tensor: torch.Tensor) -> None:
         row_bytes = tensor.element_size()
         for size in tensor.shape[1:]:
             row_bytes *= size
-        targets = []
-        for piece in pieces:
+        for piece in entry.pieces:
             image = self._image(piece.rank)
             stored = image.entries().get(piece.name)
-            num_bytes = row_bytes * (piece.sizes[0] if piece.sizes else 1)
-            if stored is None or stored.data_offsets[1] - stored.data_offsets[0] != num_bytes:
-                raise CorruptionError(
-                    f"{image.place}: entry {piece.name!r} is not {num_bytes} bytes as the index says",
-                    path=image.place,
-                )
-            start = piece.offsets[0] * row_bytes if piece.offsets else 0
-            targets.append(Target(image, stored.data_offsets[0], stored.data_offsets[1], tensor, start))
-        return targets
+            num_bytes = row_bytes * piece.sizes[0]
+            if stored is None or stored.num_bytes != num_bytes:
+                raise _not_as_indexed(image, piece.name, num_bytes)
+            start, stop = stored.data_offsets
+            base = image.data_start
+            plan.add(image, base + start, base + stop, tensor, piece.offsets[0] * row_bytes)
 
     def _image(self, rank: int) -> Image:
         if rank not in self._images:
@@ -186,24 +200,11 @@ class Checkpoint:
                 copies.append(SlotCopy(slot))
             except CopyError as error:
                 self._bad_places.append(str(error))
-        for at in self.candidate.tiers:
-            backend = self.catalogs[at].backend
-            try:
-                record = self._record(at, rank)
-            except (CopyError, RetryableError) as error:
-                self._bad_places.append(str(error))
-                continue
-            theirs = [bytes.fromhex(digest) for digest in record.digests]
-            if draft is None:
-                draft, digests = record.draft, theirs
-            elif theirs != digests:
-                self._bad_places.append(
-                    f"{backend.url}: digests of rank {rank} differ from the copy in memory"
-                )
-                continue
-            copies.append(
-                StoredCopy(backend, image_name(self.candidate.step, self.candidate.generation, rank))
-            )
+        more = None
+        if draft is None:
+            draft, digests, copies = self._open_stored(rank)
+        else:
+            more = partial(self._stored_copies, rank, digests)
         if draft is None:
             raise MissingCopyError(
                 f"step {self.candidate.step}: no good copy of rank {rank}: {'; '.join(self._bad_places[-3:])}",
@@ -211,14 +212,46 @@ class Checkpoint:
                 rank=rank,
             )
         self._drafts[rank] = draft
-        self._images[rank] = Image(image_bytes=draft.image_bytes, digests=digests, copies=copies)
+        self._images[rank] = Image(image_bytes=draft.image_bytes, digests=digests, copies=copies, more=more)
         return draft
+
+    def _open_stored(self, rank: int) -> tuple[RecordDraft | None, list[bytes], list[ImageCopy]]:
+        for at in self.candidate.tiers:
+            try:
+                record = self._record(at, rank)
+            except (CopyError, RetryableError) as error:
+                self._bad_places.append(str(error))
+                continue
+            digests = [bytes.fromhex(digest) for digest in record.digests]
+            return record.draft, digests, self._stored_copies(rank, digests)
+        return None, [], []
+
+    def _stored_copies(self, rank: int, digests: list[bytes]) -> list[ImageCopy]:
+        """Return the stored copies of a rank's image; one whose record has other digests is no copy of it."""
+        copies: list[ImageCopy] = []
+        for at in self.candidate.tiers:
+            backend = self.catalogs[at].backend
+            try:
+                theirs = [bytes.fromhex(digest) for digest in self._record(at, rank).digests]
+            except (CopyError, RetryableError) as error:
+                self._bad_places.append(str(error))
+                continue
+            if theirs == digests:
+                name = image_name(self.candidate.step, self.candidate.generation, rank)
+                copies.append(StoredCopy(backend, name))
+            else:
+                self._bad_places.append(
+                    f"{backend.url}: rank {rank}'s digests differ from those of the nearer copy"
+                )
+        return copies
 
     def _record(self, at: int, rank: int) -> RankRecord:
         catalog, step, generation = self.catalogs[at], self.candidate.step, self.candidate.generation
         if at not in self._manifests:
             self._manifests[at] = catalog.manifest(step, generation)
-        return catalog.record(step, generation, rank, self._manifests[at])
+        if (at, rank) not in self._records:
+            self._records[at, rank] = catalog.record(step, generation, rank, self._manifests[at])
+        return self._records[at, rank]
 
     def _open_slot(self, rank: int) -> tuple[ArenaSlot, RecordDraft, list[bytes]]:
         wanted = (rank, self.candidate.step, self.candidate.generation)
@@ -238,6 +271,11 @@ class Checkpoint:
                 digests = slot.digests()
                 return slot, msgspec.json.decode(slot.draft(), type=RecordDraft), digests
         raise MissingCopyError(f"rank {rank} of step {self.candidate.step} is not in memory", rank=rank)
+
+
+def _not_as_indexed(image: Image, name: str, num_bytes: int) -> CorruptionError:
+    message = f"{image.place}: entry {name!r} is not {num_bytes} bytes as the index says"
+    return CorruptionError(message, path=image.place)
 
 
 def try_candidates(

@@ -8,7 +8,7 @@ import os
 import signal
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
@@ -21,10 +21,17 @@ from relight.checkpoint.requests import SaveRequests
 from relight.checkpoint.restoring import Restorer
 from relight.checkpoint.run import Run
 from relight.checkpoint.saver import Saver
-from relight.checkpoint.signals import SignalHook
+from relight.checkpoint.signals import SignalHook, leave_with_failure
 from relight.checkpoint.state import PARTS, TrainState
 from relight.clock import Clock, SystemClock
-from relight.errors import ConfigError, MissingCopyError, SaveFailedError, StopError, WaitTimeoutError
+from relight.errors import (
+    ConfigError,
+    MissingCopyError,
+    RelightError,
+    SaveFailedError,
+    StopError,
+    WaitTimeoutError,
+)
 from relight.keeper.messages import TierPlan
 from relight.manifest.catalog import Catalog
 from relight.manifest.manifest import Parent
@@ -44,8 +51,9 @@ _SEAL_TIMEOUT_SECONDS = 20.0
 
 
 class Checkpointer:
-    """Saves a `TrainState` while training runs, and brings it back. Create it on every rank, after
-    `torch.distributed.init_process_group` if there are several.
+    """Saves a `TrainState` while training runs, and brings it back.
+
+    Create it on every rank, after `torch.distributed.init_process_group` if there are several.
 
     Args:
         tiers: where checkpoints go: a path, a URL, a `Tier`, or a list of them, nearest first. One path means
@@ -192,6 +200,8 @@ class Checkpointer:
         if parts is None:
             self._run.claim()
         first_step = 0 if origin is not None and parts is not None else candidate.step
+        if self._state.data is not None and "data" not in wanted:
+            self._state.data.rebase(first_step)
         self._run.emit(
             "restore_done",
             candidate.step,
@@ -239,6 +249,8 @@ class Checkpointer:
         After it, the step survives what that tier survives.
 
         Args:
+            step: number of a step that was saved.
+            tier: URL of a tier of this run, or "ram".
             timeout: seconds; None waits for as long as it takes.
 
         Raises:
@@ -298,7 +310,7 @@ class Checkpointer:
         if failure is not None:
             raise failure
 
-    def __enter__(self) -> Checkpointer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -311,7 +323,7 @@ class Checkpointer:
             self._close(is_failing=True)
         except (SaveFailedError, WaitTimeoutError, ConfigError, StopError) as later:
             # The training error stays the one that is seen; this one is told beside it.
-            log.error("relight: %s", later)
+            log.error("relight: %s", later)  # noqa: TRY400 - the training error's trace is the one to show
             error.add_note(f"relight: and the last checkpoint is not durable: {later}")
 
     @property
@@ -360,12 +372,13 @@ class Checkpointer:
             must_save=must_save,
         )
         self.last_stall_seconds = job.stall_seconds
+        self._raise_grave()
         return True
 
     def _ready_saver(self) -> Saver:
         if self._saver is None:
             generation = self._run.claim()
-            self._requests.seen = self._keeping.attach(generation, self._run.protected())
+            self._keeping.attach(generation, self._run.protected())
             self._saver = Saver(
                 state=self._state,
                 group=self._group,
@@ -434,8 +447,13 @@ class Checkpointer:
                 job.done.wait(_SEAL_TIMEOUT_SECONDS)
 
     def _at_exit(self) -> None:
-        if os.getpid() == self._pid:
+        if os.getpid() != self._pid:
+            return
+        try:
             self.close()
+        except RelightError as error:
+            log.error("relight: %s", error)
+            leave_with_failure()
 
 
 def _number(value: Any) -> float:

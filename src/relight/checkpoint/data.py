@@ -62,6 +62,10 @@ class DataPart(Protocol):
         """
         ...
 
+    def rebase(self, step: int) -> None:
+        """Let the run's step counter stand at `step` without moving the position (a warm start without data)."""
+        ...
+
     def describe(self, saved: Mapping[str, Any]) -> str:
         """Return one line about a captured position."""
         ...
@@ -72,7 +76,7 @@ def attach_data(data: Any, *, seed: int) -> DataPart:
 
     A DataLoader gets random generators of its own, seeded from (`seed`, epoch), so that making an iterator draws
     nothing from the global ones; and the epochs of samplers with `set_epoch` are counted here, whatever they are
-    told. Attaching the same loader again replaces the former part.
+    told. Attaching the same loader again replaces the former part; dropping the part lets go of the loader.
 
     Args:
         data: an ElasticSampler; a DataLoader around one, or around any other map-style sampler; or anything with
@@ -102,7 +106,7 @@ def _attach_loader(loader: DataLoader[Any], seed: int) -> DataPart:
     is_iterable = isinstance(loader.dataset, IterableDataset)
     index_sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     if isinstance(index_sampler, TrackedSampler):
-        index_sampler = index_sampler._takeover.inner  # noqa: SLF001 (attached before)
+        index_sampler = index_sampler.inner
     elastic = [sampler for sampler in samplers_in(index_sampler) if isinstance(sampler, ElasticSampler)]
     if elastic and not is_iterable:
         return ElasticLoaderPart(loader, elastic[0], seed=seed)
@@ -345,6 +349,9 @@ class LoaderPart:
         """Note that the iterator in progress is the one that training uses."""
         if self._takeover.current is not None:
             self._takeover.current.is_used = True
+
+    def rebase(self, step: int) -> None:
+        """Do nothing: this kind counts batches."""
 
     def describe(self, saved: Mapping[str, Any]) -> str:
         """Return one line about a captured position."""

@@ -54,7 +54,8 @@ _STORED: dict[str, tuple[torch.dtype, str]] = {
 DTYPES: dict[str, torch.dtype] = {name: dtype for name, (dtype, _) in _STORED.items()}
 """relight's dtype name (as torch spells it) -> torch dtype, for every dtype that can be stored."""
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""The other way round."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -64,7 +65,7 @@ def dtype_name(dtype: torch.dtype) -> str:
         UnknownFormatError: it cannot be stored.
     """
     try:
-        return _NAMES[dtype]
+        return DTYPE_NAMES[dtype]
     except KeyError:
         raise UnknownFormatError(
             f"tensors of dtype {dtype} cannot be stored; known: {', '.join(DTYPES)}"
@@ -106,12 +107,17 @@ class ImageLayout:
     pads: tuple[tuple[int, int], ...]
 
 
-class ImageEntry(msgspec.Struct, frozen=True):
+class ImageEntry(msgspec.Struct, frozen=True, gc=False):
     """One entry of a safetensors header."""
 
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the entry's data."""
+        return self.data_offsets[1] - self.data_offsets[0]
 
 
 def plan_image(specs: Sequence[TensorSpec]) -> ImageLayout:
@@ -159,6 +165,9 @@ def _header_entry(spec: TensorSpec, position: int, size: int) -> dict[str, objec
     return {"dtype": _STORED[spec.dtype][1], "shape": shape, "data_offsets": [position, position + size]}
 
 
+_HEADER = msgspec.json.Decoder(dict[str, ImageEntry])
+
+
 def header_bytes(first: bytes | memoryview, *, image_bytes: int, path: str) -> int:
     """Return how many bytes of the image come before the first tensor, from its first 8 bytes.
 
@@ -174,24 +183,21 @@ def header_bytes(first: bytes | memoryview, *, image_bytes: int, path: str) -> i
 
 
 def parse_header(header: bytes, *, image_bytes: int, path: str) -> dict[str, ImageEntry]:
-    """Return the entries of an image by name, their `data_offsets` counted from the start of the image.
+    """Return the entries of an image by name, their `data_offsets` counted from the end of the header.
 
     Raises:
         CorruptionError: the header is not what `plan_image` writes: not JSON, or offsets outside the image.
     """
     try:
-        entries = msgspec.json.decode(header[8:], type=dict[str, ImageEntry])
+        entries = _HEADER.decode(header[8:])
     except msgspec.MsgspecError as error:
         raise CorruptionError(f"{path}: image header cannot be read: {error}", path=path) from error
     limit = image_bytes - len(header)
-    placed: dict[str, ImageEntry] = {}
     for name, entry in entries.items():
         start, stop = entry.data_offsets
         if not 0 <= start <= stop <= limit:
             raise CorruptionError(f"{path}: entry {name!r} lies outside the image", path=path)
-        if not name.startswith(PAD_PREFIX):
-            placed[name] = ImageEntry(entry.dtype, entry.shape, (start + len(header), stop + len(header)))
-    return placed
+    return entries
 
 
 def layout_fingerprint(parts: Iterable[str]) -> str:

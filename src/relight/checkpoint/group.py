@@ -5,7 +5,7 @@ Nothing is pickled. With one process everything answers at once.
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ class RankGroup:
         if self.world_size > 1:
             if not dist.is_gloo_available():
                 raise ConfigError("torch was built without gloo, which relight needs for its small messages")
-            timeout = datetime.timedelta(seconds=timeout_seconds)
+            timeout = dt.timedelta(seconds=timeout_seconds)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def gather(self, value: Any) -> list[Any]:
@@ -62,7 +62,7 @@ class RankGroup:
             whole = self._exchange(data, len(data), 8 + max(lengths))
         except RuntimeError as error:
             raise DesyncError(
-                f"rank {self.rank}: another rank did not answer within {self.timeout_seconds:.0f} s or is gone: {error}",
+                f"rank {self.rank}: another rank is gone or did not answer in {self.timeout_seconds:.0f} s: {error}",
                 rank=self.rank,
             ) from error
         return [context.loads(part[:length]) for length, part in whole]

@@ -1,4 +1,4 @@
-"""What relight sees of the training loop through optimizer hooks: when updates come, and whether a step is half done."""
+"""What relight sees of the training loop through optimizer hooks: updates, half-done steps, moving schedules."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class LoopWatch:
             self._fired_at_boundary[name] = count
 
     def guards(self, at: int) -> bool:
-        """Return whether optimizer number `at` fired its hook in the step just completed, so that it guards its tensors.
+        """Return whether optimizer number `at` fired its hook in the step just completed, so guards its tensors.
 
         CUDA graphs that replay the update, or hand-written updates, never fire it.
         """
@@ -88,11 +88,9 @@ class LoopWatch:
         def hook(_optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
             self._fired[name] += 1
             counts = self._state.schedule_counts()
-            if (
-                self._num_updates == 0
-                and self._initial_schedule is not None
-                and counts != self._initial_schedule
-            ):
+            known = self._initial_schedule
+            # A scheduler added since then says nothing about the order.
+            if self._num_updates == 0 and known is not None and len(known) == len(counts) and counts != known:
                 self._moves_before_update = True
             self._num_updates += 1
             self._schedule_at_update = counts

@@ -55,18 +55,19 @@ class Keeping:
         self.client = self._ensure()
         self.slots = SlotPool(self.folder, rank, num_slots=num_slots, budget_bytes=budget_bytes, cuda=cuda)
 
-    def attach(self, generation: Generation, protect: tuple[tuple[int, int], ...]) -> int:
-        """Announce this rank and its generation; returns the keeper's count of requested saves."""
+    def attach(self, generation: Generation, protect: tuple[tuple[int, int], ...]) -> None:
+        """Announce this rank and its generation."""
         self._attached = AttachRequest(
             rank=self.rank,
             world_size=self._world_size,
             pid=os.getpid(),
             tiers=self._tiers,
             generation=generation.generation,
+            run=generation.run,
             keep_best=self._keep_best,
             protect=protect,
         )
-        return self._asked(lambda client: client.attach(self._attached_request())).num_save_requests
+        self._asked(lambda client: client.attach(self._attached_request()))
 
     def acquire(self, capacity_bytes: int, *, timeout_seconds: float) -> int | None:
         """Return the index of a slot that may be written now, or None if none is free yet."""

@@ -40,8 +40,8 @@ class LateParts:
             return
         wanted = [key for key in self._saved.specs if key.startswith(prefixes)]
         self._tensors = {
-            key: torch.empty(shape, dtype=DTYPES[dtype])
-            for key, (dtype, shape) in ((key, self._saved.specs[key]) for key in wanted)
+            key: torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
+            for key, spec in ((key, self._saved.specs[key]) for key in wanted)
         }
         self._saved.fetch(list(self._tensors.items()))
 

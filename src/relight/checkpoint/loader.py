@@ -78,7 +78,9 @@ PlanPass = Callable[[LoaderPass | None], LoaderPass]
 
 
 class LoaderTakeover:
-    """The hooks inside one DataLoader. `detach` removes them all; taking over again detaches the former first.
+    """The hooks inside one DataLoader, which live as long as this object; taking over again replaces them.
+
+    References go from here to the loader, never back: a loader that is dropped stops its workers at once, as ever.
 
     Attributes:
         current: the pass that yielded last, or the newest one; None before the first.
@@ -88,41 +90,38 @@ class LoaderTakeover:
     def __init__(
         self, loader: DataLoader[Any], *, plan: PlanPass, wraps: type[TrackedSampler] | None
     ) -> None:
-        former = loader.__dict__.get("_relight_takeover")
-        if former is not None:
-            former.detach()
+        detach(loader)
         self.loader = loader
         self.current: LoaderPass | None = None
         self.iterators_made = 0
         self.seed_words: tuple[object, ...] = ()
         self.needs_tags = isinstance(loader.dataset, PerSampleDataset)
-        self._plan = plan
+        self._plan = weakref.WeakMethod(plan)
         self._is_making = False
         self._slots: weakref.WeakKeyDictionary[Any, list[LoaderPass]] = weakref.WeakKeyDictionary()
-        self._undo: list[Callable[[], None]] = []
-        self._make_iterator = loader._get_iterator  # noqa: SLF001 (torch's one seam for iterators, 2.0 to 2.13)
-        self._place = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-        self.inner = getattr(loader, self._place)
+        place = "batch_sampler" if loader.batch_sampler is not None else "sampler"
+        self.inner = getattr(loader, place)
         self.samplers = samplers_in(self.inner)
+        self._hooks = _Hooks()
         self._own = [torch.Generator()]
-        self._adopt_generators()
+        self._hooks.put(loader, "generator", self._own[0])
+        for sampler in self.samplers:
+            if isinstance(sampler, _SHUFFLING) and sampler.generator is None:
+                self._own.append(torch.Generator())
+                self._hooks.put(sampler, "generator", self._own[-1])
         self._is_quiet = all(
             f"{type(sampler).__module__}.".startswith(_QUIET_PACKAGES) for sampler in self.samplers
         )
         if wraps is not None:
-            # DataLoader forbids setting these attributes, although its iterators read them afresh.
-            self._replace(loader.__dict__, self._place, wraps(self))
-        self._replace(loader.__dict__, "_get_iterator", self._get_iterator)
-        self._replace(loader.__dict__, "_relight_takeover", self)
-
-    def detach(self) -> None:
-        """Put the loader back as it was."""
-        while self._undo:
-            self._undo.pop()()
+            self._hooks.put(loader, place, wraps(self))
+        self._hooks.put(loader, "_get_iterator", _IteratorMaker(self))
+        loader.__dict__["_relight_hooks"] = self._hooks
 
     def begin(self) -> LoaderPass:
         """Start the next pass: seed what it draws from, before anything draws."""
-        planned = self._plan(self.current)
+        plan = self._plan()
+        assert plan is not None
+        planned = plan(self.current)
         for sampler in self.samplers:
             if hasattr(sampler, "set_epoch") and not isinstance(sampler, ElasticSampler):
                 sampler.set_epoch(planned.epoch)
@@ -135,6 +134,20 @@ class LoaderTakeover:
         self.current = planned
         self.iterators_made += 1
         return planned
+
+    def make_iterator(self) -> Any:
+        """Return a new iterator of the loader, whose batches are counted."""
+        made = self.begin()
+        self._is_making = True
+        try:
+            iterator = self._hooks.make_iterator(self.loader)
+        finally:
+            self._is_making = False
+        slot = [made]
+        self._slots[iterator] = slot
+        made.iterator = weakref.ref(iterator)
+        _count_batches(iterator, slot, weakref.ref(self))
+        return iterator
 
     def pass_for_iterator(self) -> LoaderPass | None:
         """Return the pass that the sampler is now being iterated for; None if not on behalf of the loader."""
@@ -168,44 +181,6 @@ class LoaderTakeover:
         self.current = None
         self._slots.clear()
 
-    def _get_iterator(self) -> Any:
-        made = self.begin()
-        self._is_making = True
-        try:
-            iterator = self._make_iterator()
-        finally:
-            self._is_making = False
-        slot = [made]
-        self._slots[iterator] = slot
-        made.iterator = weakref.ref(iterator)
-        self._count_batches(iterator, slot)
-        return iterator
-
-    def _count_batches(self, iterator: Any, slot: list[LoaderPass]) -> None:
-        """Count what the loop gets. No strong reference to the iterator: its workers stop when it is dropped."""
-        next_data = type(iterator)._next_data  # noqa: SLF001 (what __next__ calls, once per batch)
-        reference = weakref.ref(iterator)
-
-        def counted() -> Any:
-            self.current = slot[0]
-            try:
-                data = next_data(reference())
-            except StopIteration:
-                slot[0].is_exhausted = True
-                raise
-            slot[0].count()
-            return data
-
-        iterator._next_data = counted  # noqa: SLF001
-
-    def _adopt_generators(self) -> None:
-        self._replace(vars(self.loader), "generator", self._own[0])
-        for sampler in self.samplers:
-            if isinstance(sampler, _SHUFFLING) and sampler.generator is None:
-                own = torch.Generator()
-                self._own.append(own)
-                self._replace(vars(sampler), "generator", own)
-
     def _owned_by_samplers(self) -> Iterator[tuple[str, Any]]:
         for index, sampler in enumerate(self.samplers):
             for name, value in vars(sampler).items() if hasattr(sampler, "__dict__") else ():
@@ -221,40 +196,105 @@ class LoaderTakeover:
         for name, generator in live.items():
             restore_generator(generator, saved[name])
 
-    def _replace(self, place: dict[str, Any], name: str, value: Any) -> None:
-        if name in place:
-            former = place[name]
-            self._undo.append(lambda: place.__setitem__(name, former))
-        else:
-            self._undo.append(lambda: place.pop(name, None))
-        place[name] = value
-
 
 class TrackedSampler(Sampler[Any]):
     """Stands where the loader's sampler stood; length and attributes are those of the wrapped one."""
 
     def __init__(self, takeover: LoaderTakeover) -> None:
-        self._takeover = takeover
+        self.inner = takeover.inner
+        self._takeover = weakref.ref(takeover)
 
     def __iter__(self) -> Iterator[Any]:
-        made = self._takeover.pass_for_iterator()
-        if made is None:
-            untracked: Iterator[Any] = iter(self._takeover.inner)
+        takeover = self._takeover()
+        made = takeover.pass_for_iterator() if takeover is not None else None
+        if takeover is None or made is None:
+            untracked: Iterator[Any] = iter(self.inner)
             return untracked
-        return _HandOut(
-            self._takeover.inner,
-            made,
-            self._takeover.private_stream(),
-            needs_tags=self._takeover.needs_tags,
-        )
+        return _HandOut(self.inner, made, takeover.private_stream(), needs_tags=takeover.needs_tags)
 
     def __len__(self) -> int:
-        return len(self._takeover.inner)
+        return len(self.inner)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_takeover":
+        if name == "inner":
             raise AttributeError(name)
-        return getattr(self._takeover.inner, name)
+        return getattr(self.inner, name)
+
+
+def detach(loader: DataLoader[Any]) -> None:
+    """Put the loader back as it was before it was taken over, if it was."""
+    hooks = loader.__dict__.pop("_relight_hooks", None)
+    if hooks is not None:
+        hooks.undo(loader)
+
+
+class _Hooks:
+    """What stood in the loader and its samplers before. Holds no reference to the loader."""
+
+    def __init__(self) -> None:
+        self._of_loader: dict[str, Any] = {}
+        self._of_samplers: list[tuple[Any, str, Any]] = []
+
+    def put(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute and remember the former one."""
+        if isinstance(owner, DataLoader):
+            self._of_loader[name] = owner.__dict__.get(name, _ABSENT)
+            # DataLoader forbids setting some of these, although its iterators read them afresh.
+            owner.__dict__[name] = value
+        else:
+            self._of_samplers.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, value)
+
+    def make_iterator(self, loader: DataLoader[Any]) -> Any:
+        """Make an iterator the way the loader did."""
+        former = self._of_loader["_get_iterator"]
+        return type(loader)._get_iterator(loader) if former is _ABSENT else former()  # noqa: SLF001
+
+    def undo(self, loader: DataLoader[Any]) -> None:
+        """Put everything back."""
+        for name, former in self._of_loader.items():
+            if former is _ABSENT:
+                loader.__dict__.pop(name, None)
+            else:
+                loader.__dict__[name] = former
+        for sampler, name, former in self._of_samplers:
+            setattr(sampler, name, former)
+
+
+class _IteratorMaker:
+    """Stands for the loader's `_get_iterator`, torch's one seam for iterators with and without workers."""
+
+    def __init__(self, takeover: LoaderTakeover) -> None:
+        self._takeover = weakref.ref(takeover)
+        self._loader = weakref.ref(takeover.loader)
+
+    def __call__(self) -> Any:
+        takeover, loader = self._takeover(), self._loader()
+        assert loader is not None
+        if takeover is not None:
+            return takeover.make_iterator()
+        detach(loader)
+        return loader._get_iterator()  # noqa: SLF001
+
+
+def _count_batches(iterator: Any, slot: list[LoaderPass], owner: weakref.ref[LoaderTakeover]) -> None:
+    """Count what the loop gets from `iterator`, without holding it: its workers stop when it is dropped."""
+    next_data = type(iterator)._next_data  # noqa: SLF001 (what __next__ calls, once per batch)
+    reference = weakref.ref(iterator)
+
+    def counted() -> Any:
+        takeover = owner()
+        if takeover is not None:
+            takeover.current = slot[0]
+        try:
+            data = next_data(reference())
+        except StopIteration:
+            slot[0].is_exhausted = True
+            raise
+        slot[0].count()
+        return data
+
+    iterator._next_data = counted  # noqa: SLF001
 
 
 class _HandOut:
@@ -314,6 +354,7 @@ class _HandOut:
 
 
 _END = object()
+_ABSENT = object()
 
 
 def samplers_in(outermost: Any) -> list[Any]:

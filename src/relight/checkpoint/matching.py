@@ -17,11 +17,12 @@ import torch
 from torch import nn
 
 from relight.checkpoint import context, rng
-from relight.checkpoint.format import DTYPES, dtype_name
+from relight.checkpoint.format import DTYPE_NAMES, DTYPES
 from relight.checkpoint.modules import extra_states, module_tensors
 from relight.checkpoint.state import TrainState, part_key
 from relight.checkpoint.values import is_module, restore_value
 from relight.errors import SettingsChangedError, StateMismatchError
+from relight.manifest.manifest import IndexEntry
 
 __all__ = ["Allowances", "Matching", "SavedState"]
 
@@ -51,19 +52,15 @@ class SavedState:
     """What a checkpoint holds for this rank, tensors by description.
 
     Attributes:
-        specs: key -> (dtype name, shape); aliases resolve through `aliases`.
+        specs: key -> dtype name and shape; aliases resolve through `aliases`.
         parts: part name -> typed JSON.
         fetch: fills tensors by key.
     """
 
-    specs: dict[str, tuple[str, tuple[int, ...]]]
+    specs: dict[str, IndexEntry]
     aliases: dict[str, str]
     parts: dict[str, Any]
     fetch: Fetch
-
-    def stored_key(self, key: str) -> str:
-        """Return the key under which `key`'s bytes are stored."""
-        return self.aliases.get(key, key)
 
 
 @dataclass(slots=True)
@@ -163,15 +160,24 @@ class Matching:
         }
         aliases = {f"{key}/{name}" for name in found.aliases}
         prefix = f"{key}/"
-        specs = self.saved.specs
-        known = {name for name in (*specs, *self.saved.aliases) if name.startswith(prefix)}
+        specs, saved_aliases, targets, names_of = (
+            self.saved.specs,
+            self.saved.aliases,
+            self.targets,
+            DTYPE_NAMES,
+        )
         for name, tensor in live.items():
-            stored = self.saved.stored_key(name)
-            if stored in specs:
-                self._match_tensor(name, stored, tensor)
+            stored = saved_aliases.get(name, name)
+            spec = specs.get(stored)
+            if spec is not None and spec.shape == tensor.shape and spec.dtype == names_of.get(tensor.dtype):
+                targets.append((stored, tensor))
+            elif spec is not None:
+                saved = f"{spec.dtype} {list(spec.shape)}"
+                self.problems.append(f"{name}: saved {saved}, live {_spec_text(tensor)}")
             else:
                 self.differ("missing", name, f"in the model ({_spec_text(tensor)}), not in the checkpoint")
-        for name in sorted(known - set(live) - aliases):
+        unknown = (specs.keys() - live.keys()) | (saved_aliases.keys() - live.keys() - specs.keys())
+        for name in sorted(name for name in unknown - aliases if name.startswith(prefix)):
             if "/_extra_state/" not in name:
                 self.differ("extra", name, "in the checkpoint, not in the model")
         for name in sorted(aliases):
@@ -190,13 +196,6 @@ class Matching:
                 continue
             value = context.decode(self.saved.parts[name], tensors=self._new_tensor)
             self.first.append(partial(owner.set_extra_state, value))
-
-    def _match_tensor(self, name: str, stored: str, tensor: torch.Tensor) -> None:
-        dtype, shape = self.saved.specs[stored]
-        if dtype != dtype_name(tensor.dtype) or shape != tuple(tensor.shape):
-            self.problems.append(f"{name}: saved {dtype} {list(shape)}, live {_spec_text(tensor)}")
-        else:
-            self.targets.append((stored, tensor))
 
     def match_optimizer(self, name: str) -> None:
         """Compare optimizer `name`'s groups by parameter name and prepare its state."""
@@ -287,8 +286,8 @@ class Matching:
             raise StateMismatchError(
                 f"{key}: the context names this tensor, the checkpoint does not hold it", path=key
             )
-        dtype, shape = self.saved.specs[key]
-        tensor = torch.empty(shape, dtype=DTYPES[dtype])
+        spec = self.saved.specs[key]
+        tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
         self.targets.append((key, tensor))
         return tensor
 
@@ -317,7 +316,7 @@ class _OptimizerTensors:
             raise StateMismatchError(
                 f"{key}: the context names this tensor, the checkpoint does not hold it", path=key
             )
-        dtype, shape = specs[key]
+        dtype, shape = specs[key].dtype, specs[key].shape
         tensor = self._live.get(key)
         if tensor is None or tensor.dtype != DTYPES[dtype] or tuple(tensor.shape) != shape:
             tensor = self._new(key, DTYPES[dtype], shape)

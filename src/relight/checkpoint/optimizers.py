@@ -40,8 +40,8 @@ class OptimizerView:
                     continue
                 if given is None:
                     raise ConfigError(
-                        f"{self.prefix}: parameter {index} of group {at} (shape {tuple(parameter.shape)}) belongs to no "
-                        "model given to TrainState, so its state has no name; pass its module in model={...}, or "
+                        f"{self.prefix}: parameter {index} of group {at} (shape {tuple(parameter.shape)}) belongs to "
+                        "no model given to TrainState, so its state has no name; pass its module in model={...}, or "
                         "build the optimizer from named_parameters()",
                         path=self.prefix,
                     )
@@ -110,6 +110,7 @@ class OptimizerView:
         """Match saved groups to live ones by the names of their parameters.
 
         Args:
+            saved: as `encode_groups` gave them.
             is_new: whether a live parameter may be missing from the checkpoint.
             is_gone: whether a saved parameter may be missing here.
 
@@ -145,7 +146,7 @@ class OptimizerView:
             for key, value in context.decode(saved[at]["options"]).items():
                 current = group.get(key)
                 if isinstance(value, _TensorOption):
-                    value = value.rebuild(current)
+                    group[key] = value.rebuild(current)
                 elif isinstance(current, torch.Tensor) and isinstance(value, int | float):
                     current.fill_(value)
                     continue

@@ -49,7 +49,8 @@ class Outcomes:
     def forget(self, step: int) -> None:
         """Take `step` as never begun, so that it can be saved again."""
         with self.changed:
-            self._outcomes.pop(step, None)
+            if self._outcomes.pop(step, None) == "skipped":
+                self.num_skipped -= 1
             self._messages.pop(step, None)
 
     def fail(self, error: RelightError) -> None:

@@ -102,7 +102,7 @@ def vote(
     }
 
 
-def check_votes(votes: list[dict[str, Any]], roots: tuple[str, ...]) -> tuple[str, ...]:
+def check_votes(votes: list[dict[str, Any]]) -> tuple[str, ...]:
     """Check that all ranks speak of the same save.
 
     Returns:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from relight.checkpoint.format import (
@@ -20,7 +21,7 @@ from relight.checkpoint.format import (
 )
 from relight.checkpoint.state import StateTable
 from relight.errors import UnknownFormatError
-from relight.manifest.manifest import IndexEntry, Piece
+from relight.manifest.manifest import IN_PIECES, PER_RANK, IndexEntry, Piece, encode_index
 
 __all__ = ["LocalEntry", "SavePlan", "plan_save"]
 
@@ -64,7 +65,7 @@ class SavePlan:
     world_size: int
     layout: ImageLayout
     entries: tuple[LocalEntry, ...]
-    index: dict[str, IndexEntry]
+    index: msgspec.Raw
     local: dict[str, tuple[str, tuple[int, ...]]]
     fingerprint: str
 
@@ -90,23 +91,18 @@ def plan_save(table: StateTable, *, rank: int, world_size: int) -> SavePlan:
     for at, spec in enumerate(specs):
         if table.is_per_rank[at]:
             chosen.append((at, spec, 0))
-        for piece in pieces[at]:
-            if piece.rank == rank:
-                chosen.append(
-                    (at, TensorSpec(piece.name, spec.dtype, piece.sizes), _start_bytes(spec, piece))
-                )
+        chosen += [
+            (at, TensorSpec(piece.name, spec.dtype, piece.sizes), _start_bytes(spec, piece))
+            for piece in pieces[at]
+            if piece.rank == rank
+        ]
     layout = plan_image([spec for _, spec, _ in chosen])
     entries = tuple(
         LocalEntry(at, offset, start, spec.num_bytes)
         for (at, spec, start), offset in zip(chosen, layout.offsets, strict=True)
     )
     index = {
-        spec.name: IndexEntry(
-            dtype=spec.dtype,
-            shape=spec.shape,
-            ownership="per-rank" if table.is_per_rank[at] else "replicated",
-            pieces=tuple(pieces[at]),
-        )
+        spec.name: _index_entry(spec, pieces[at], is_per_rank=table.is_per_rank[at])
         for at, spec in enumerate(specs)
     }
     replicated = [(at, spec) for at, spec in enumerate(specs) if not table.is_per_rank[at]]
@@ -117,7 +113,7 @@ def plan_save(table: StateTable, *, rank: int, world_size: int) -> SavePlan:
         world_size=world_size,
         layout=layout,
         entries=entries,
-        index=index if rank == 0 else {},
+        index=encode_index(index if rank == 0 else {}),
         local={spec.name: (spec.dtype, spec.shape) for at, spec in enumerate(specs) if table.is_per_rank[at]},
         fingerprint=layout_fingerprint(
             [str(world_size), *(f"{spec.name} {spec.dtype} {spec.shape}" for _, spec in replicated)]
@@ -160,6 +156,14 @@ def _split(specs: list[TensorSpec], is_per_rank: list[bool], world_size: int) ->
             row = max(stop, 1) if not num_rows else stop
         position += spec.num_bytes
     return pieces
+
+
+def _index_entry(spec: TensorSpec, pieces: list[Piece], *, is_per_rank: bool) -> IndexEntry:
+    if is_per_rank:
+        return IndexEntry(spec.dtype, spec.shape, PER_RANK)
+    if len(pieces) == 1:
+        return IndexEntry(spec.dtype, spec.shape, pieces[0].rank)
+    return IndexEntry(spec.dtype, spec.shape, IN_PIECES, tuple(pieces))
 
 
 def _piece(spec: TensorSpec, rank: int, row: int, stop: int) -> Piece:

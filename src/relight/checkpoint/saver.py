@@ -189,12 +189,13 @@ class Saver:
             rank=self._group.rank,
             world_size=self._group.world_size,
             image_bytes=job.plan.layout.image_bytes,
+            run=self.generation.run,
         )
         job.snapshot = Snapshot(slot, job.plan, job.table, parts, seed=job.step)
         job.snapshot.start()
 
     def _partition_for(self, job: SaveJob, can: tuple[bool, ...]) -> Partition:
-        """Return which entries may be overlapped: those whose optimizer was seen to guard them, and never torn twice."""
+        """Return which entries may be overlapped: seen to be guarded by their optimizer, and not torn twice."""
         key = (id(job.plan), can, sum(self._tear_counts.values()), job.table.owners)
         if self._partition is None or self._partition[0] != key:
             owners, keys, tears = job.table.owners, job.table.keys, self._tear_counts
@@ -259,14 +260,14 @@ class Saver:
                 job.done.set()
 
     def _failed(self, error: RelightError, job: SaveJob | None) -> None:
-        is_grave = isinstance(error, ConfigError | StopError)
+        # The mistake itself comes first: whoever waits for the step must be told of it, not of "failed".
+        if isinstance(error, ConfigError | StopError) or not isinstance(error, RetryableError):
+            self.outcomes.fail(error)
+            self._pace.give_up()
         if job is not None:
             self._conclude(job, "failed", str(error))
             self._emit("save_failed", job.step, error=f"{type(error).__name__}: {error}")
             self._give_back(job)
-        if is_grave or not isinstance(error, RetryableError):
-            self.outcomes.fail(error)
-            self._pace.give_up()
         log.warning("relight: %s", error)
 
     def _finish(self, job: SaveJob) -> None:
@@ -295,7 +296,7 @@ class Saver:
             proposal=self._pace.propose(job.step),
         )
         answers = self._group.gather(mine)
-        job.replicas_differ = check_votes(answers, self._root_urls)
+        job.replicas_differ = check_votes(answers)
         self._pace.accept(answers[0]["next"])
         return answers
 

@@ -1,15 +1,29 @@
-"""Signal handlers that leave the user's own in place: ours runs, then the one that was there before."""
+"""How a process ends: signal handlers that leave the user's own in place, and an exit code when the last save is lost."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
-__all__ = ["SignalHook"]
+__all__ = ["SignalHook", "leave_with_failure"]
+
+
+def leave_with_failure() -> NoReturn:
+    """End the process with exit code 1 from within an atexit handler, whose errors the interpreter only prints.
+
+    The handlers that are still to come run first.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(1)
 
 
 class SignalHook:

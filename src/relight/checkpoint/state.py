@@ -138,7 +138,7 @@ class TrainState:
             self.data = attach_data(data, seed=int(self.settings.get("seed", 0)))
 
     def add(self, name: str, obj: Any, *, overlap: bool = False) -> None:
-        """Add a part that is built late, before or after `Checkpointer.restore`; after it, the saved state is put in now.
+        """Add a part that is built late; after a restore its saved state is put in now.
 
         Args:
             name: ``"optimizer"``, ``"scheduler"``, ``"scaler"``, ``"data"`` (or ``"optimizer.gen"`` for one of
@@ -172,7 +172,7 @@ class TrainState:
         """Return the state as it is now, between two optimizer steps; `step` is the number of steps done."""
         table = StateTable()
         for key, module, owner_of in self._modules():
-            self._collect_module(table, key, module, owner_of)
+            self._collect_module(table, key, module, is_owned=owner_of)
         self._collect_optimizers(table)
         for part, objects in (("scheduler", self.schedulers), ("scaler", self.scalers)):
             for name, obj in objects.items():
@@ -248,7 +248,7 @@ class TrainState:
             if is_module(value):
                 yield f"extra.{name}", value, name in self._overlapped
 
-    def _collect_module(self, table: StateTable, key: str, module: nn.Module, is_owned: bool) -> None:
+    def _collect_module(self, table: StateTable, key: str, module: nn.Module, *, is_owned: bool) -> None:
         found = module_tensors(module)
         owners = self._owners()
         is_declared = key.startswith("extra.") and is_owned

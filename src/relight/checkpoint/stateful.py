@@ -63,6 +63,9 @@ class StatefulPart:
     def on_step(self, step: int) -> None:
         """Do nothing: the object counts by itself."""
 
+    def rebase(self, step: int) -> None:
+        """Do nothing: the object counts by itself."""
+
     def describe(self, saved: Mapping[str, Any]) -> str:
         """Return one line about a saved position."""
         return f"{saved.get('type', 'stateful data')}, its own state, at step {saved.get('step')}"
@@ -172,11 +175,13 @@ class _SeededSampler(TrackedSampler):
     """Hands the wrapped sampler's own iterator through, since torchdata reads its state."""
 
     def __iter__(self) -> Iterator[Any]:
-        takeover = self._takeover
-        made = takeover.pass_for_iterator()
-        source: Iterator[Any] = iter(takeover.inner)
+        takeover = self._takeover()
+        made = takeover.pass_for_iterator() if takeover is not None else None
+        source: Iterator[Any] = iter(self.inner)
+        if takeover is None or made is None:
+            return source
         stream = takeover.private_stream()
-        if made is None or (stream is None and not takeover.needs_tags):
+        if stream is None and not takeover.needs_tags:
             return source
         seeded = _StatefulSeeded if hasattr(source, "load_state_dict") else _Seeded
         return seeded(source, stream, made.epoch if takeover.needs_tags else None)
@@ -185,11 +190,11 @@ class _SeededSampler(TrackedSampler):
 class _StatefulSeededSampler(_SeededSampler):
     def state_dict(self) -> Any:
         """Return the wrapped sampler's state."""
-        return self._takeover.inner.state_dict()
+        return self.inner.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
         """Load the wrapped sampler's state."""
-        self._takeover.inner.load_state_dict(state)
+        self.inner.load_state_dict(state)
 
 
 class _Seeded:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,7 +23,7 @@ from relight.keeper.arena import ArenaSlot
 from relight.manifest.manifest import BLOCK_BYTES
 from relight.storage.backend import StorageBackend
 
-__all__ = ["BadBlock", "Image", "ImageCopy", "SlotCopy", "StoredCopy", "Target", "load_targets"]
+__all__ = ["BadBlock", "Image", "ImageCopy", "LoadPlan", "SlotCopy", "StoredCopy"]
 
 MAPPED_THREADS = 2
 READ_THREADS = 3
@@ -59,7 +59,7 @@ class SlotCopy:
         self.place = str(slot.path)
         self._slot = slot
 
-    def block(self, start: int, stop: int, bounce: memoryview | None) -> memoryview:
+    def block(self, start: int, stop: int, bounce: memoryview | None) -> memoryview:  # noqa: ARG002 - of the protocol
         """Return a view of the slot."""
         return self._slot.image[start:stop]
 
@@ -82,13 +82,27 @@ class StoredCopy:
 
 
 class Image:
-    """A rank image with its digests and every copy of it, nearest first."""
+    """A rank image with its digests and every copy of it, nearest first.
 
-    def __init__(self, *, image_bytes: int, digests: Sequence[bytes], copies: Sequence[ImageCopy]) -> None:
+    Args:
+        more: gives the further copies, when the first turns out bad; asked once.
+    """
+
+    def __init__(
+        self,
+        *,
+        image_bytes: int,
+        digests: Sequence[bytes],
+        copies: Sequence[ImageCopy],
+        more: Callable[[], Sequence[ImageCopy]] | None = None,
+    ) -> None:
         self.image_bytes = image_bytes
         self.digests = digests
         self.copies = list(copies)
+        self._more = more
+        self._more_lock = threading.Lock()
         self.bad: list[BadBlock] = []
+        self.data_start = 0
         self._entries: dict[str, ImageEntry] | None = None
         self._checked: set[int] = set()
         if len(digests) != -(-image_bytes // BLOCK_BYTES):
@@ -115,7 +129,7 @@ class Image:
         start = index * BLOCK_BYTES
         stop = min(start + BLOCK_BYTES, self.image_bytes)
         reasons = []
-        for copy in self.copies:
+        for copy in self._all_copies():
             try:
                 data = copy.block(start, stop, bounce)
                 # A sealed slot does not change, so a mapped block that was checked stays checked.
@@ -132,34 +146,25 @@ class Image:
             reasons.append(f"{copy.place}: block {index}: {reason}")
         raise CorruptionError("; ".join(reasons) or "no copy", path=self.place, block=index)
 
+    def _all_copies(self) -> Iterator[ImageCopy]:
+        yield from self.copies[:1]
+        with self._more_lock:
+            more, self._more = self._more, None
+            if more is not None:
+                self.copies += more()
+        yield from self.copies[1:]
+
     def entries(self) -> dict[str, ImageEntry]:
-        """Return the image's entries by name, offsets counted from its start."""
+        """Return the image's entries by name; their offsets count from `data_start`, which is known afterwards."""
         if self._entries is None:
             block = self.verified_block(0, None) if self.image_bytes else memoryview(b"")
             length = header_bytes(block[:8], image_bytes=self.image_bytes, path=self.place)
             header = bytes(block[:length])
             for index in range(1, -(-length // BLOCK_BYTES)):
                 header += bytes(self.verified_block(index, None)[: length - len(header)])
+            self.data_start = length
             self._entries = parse_header(header, image_bytes=self.image_bytes, path=self.place)
         return self._entries
-
-
-@dataclass(slots=True)
-class Target:
-    """A run of bytes of an image and the tensor rows it fills.
-
-    Args:
-        image: where from.
-        start, stop: byte range in the image.
-        tensor: destination of the whole tensor's dtype and shape.
-        start_bytes: where the run starts in the (contiguous order of the) tensor.
-    """
-
-    image: Image
-    start: int
-    stop: int
-    tensor: torch.Tensor
-    start_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -186,104 +191,120 @@ class _Staging:
                 self.host = None
 
 
-_Move = tuple[int, int, int, "_Staging | int"]
+_Move = tuple[int, int, int, _Staging | None]
+"""Offset in the block, bytes, and the address to go to (or, with a staging, the offset in it)."""
 
 
-def load_targets(
-    targets: Iterable[Target],
-    *,
-    on_bytes: Callable[[int], None] | None = None,
-    num_threads: int | None = None,
-) -> int:
-    """Fill every target; blocks that no target needs are not read.
+class LoadPlan:
+    """Which bytes of which images go where, block by block; blocks that nothing needs are not read."""
 
-    Args:
-        on_bytes: called with the number of bytes of each block that is done, for a progress bar.
+    def __init__(self) -> None:
+        self._blocks: dict[tuple[int, int], tuple[Image, int, list[_Move]]] = {}
+        self._stagings: dict[int, _Staging] = {}
 
-    Returns:
-        Number of bytes of images read.
+    def add(self, image: Image, start: int, stop: int, tensor: torch.Tensor, start_bytes: int = 0) -> None:
+        """Fill `tensor` from bytes [start, stop) of `image`, beginning `start_bytes` into its contiguous order."""
+        if stop <= start:
+            return
+        staging: _Staging | None = None
+        if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj():
+            address = tensor.data_ptr() + start_bytes
+        else:
+            whole = tensor.numel() * tensor.element_size()
+            staging = self._stagings.setdefault(id(tensor), _Staging(tensor, whole))
+            address = start_bytes
+        index = start // BLOCK_BYTES
+        while start < stop:
+            border = (index + 1) * BLOCK_BYTES
+            end = min(border, stop)
+            key = (id(image), index)
+            block = self._blocks.get(key)
+            if block is None:
+                block = self._blocks[key] = (image, index, [])
+            block[2].append((start - border + BLOCK_BYTES, end - start, address, staging))
+            address += end - start
+            start = end
+            index += 1
 
-    Raises:
-        CorruptionError: a block has no good copy; targets may be partly filled, with verified bytes only.
-    """
-    blocks = _moves_by_block(targets)
-    if not blocks:
-        return 0
-    is_mapped = all(image.is_mapped for image, _, _ in blocks)
-    threads = num_threads or (MAPPED_THREADS if is_mapped else READ_THREADS)
-    pending = iter(blocks)
-    lock = threading.Lock()
-    failures: list[BaseException] = []
-    total = [0]
+    def run(self, *, on_bytes: Callable[[int], None] | None = None, num_threads: int | None = None) -> int:
+        """Fill every target.
 
-    def work() -> None:
-        bounce = None if is_mapped else _bounce_buffer()
-        while not failures:
-            with lock:
-                job = next(pending, None)
+        Args:
+            on_bytes: called with the number of bytes of each block that is done.
+            num_threads: None for what suits the images.
+
+        Returns:
+            Number of bytes of images read.
+
+        Raises:
+            CorruptionError: a block has no good copy; targets may be partly filled, with verified bytes only.
+        """
+        blocks = list(self._blocks.values())
+        if not blocks:
+            return 0
+        is_mapped = all(image.is_mapped for image, _, _ in blocks)
+        threads = num_threads or (MAPPED_THREADS if is_mapped else READ_THREADS)
+        work = _Work(blocks, is_mapped=is_mapped, on_bytes=on_bytes)
+        workers = [
+            threading.Thread(target=work.run, name=f"relight-load-{at}")
+            for at in range(min(threads, len(blocks)) - 1)
+        ]
+        for worker in workers:
+            worker.start()
+        work.run()
+        for worker in workers:
+            worker.join()
+        if work.failures:
+            raise work.failures[0]
+        return work.num_bytes
+
+
+class _Work:
+    """Blocks that several threads take one after the other."""
+
+    def __init__(
+        self,
+        blocks: list[tuple[Image, int, list[_Move]]],
+        *,
+        is_mapped: bool,
+        on_bytes: Callable[[int], None] | None,
+    ) -> None:
+        self.failures: list[BaseException] = []
+        self.num_bytes = 0
+        self._pending = iter(blocks)
+        self._is_mapped = is_mapped
+        self._on_bytes = on_bytes
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        bounce = None if self._is_mapped else _bounce_buffer()
+        while not self.failures:
+            with self._lock:
+                job = next(self._pending, None)
             if job is None:
                 return
             try:
                 num_bytes = _handle(*job, bounce)
-            except BaseException as error:  # noqa: BLE001 - handed to the caller below
-                failures.append(error)
+            except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+                self.failures.append(error)
                 return
-            with lock:
-                total[0] += num_bytes
-                if on_bytes is not None:
-                    on_bytes(num_bytes)
-
-    workers = [
-        threading.Thread(target=work, name=f"relight-load-{at}")
-        for at in range(min(threads, len(blocks)) - 1)
-    ]
-    for worker in workers:
-        worker.start()
-    work()
-    for worker in workers:
-        worker.join()
-    if failures:
-        raise failures[0]
-    return total[0]
+            with self._lock:
+                self.num_bytes += num_bytes
+                if self._on_bytes is not None:
+                    self._on_bytes(num_bytes)
 
 
 def _handle(image: Image, index: int, moves: list[_Move], bounce: memoryview | None) -> int:
     data = image.verified_block(index, bounce)
     base = ctypes.addressof(ctypes.c_char.from_buffer(data))
-    for offset, num_bytes, at, place in moves:
-        if isinstance(place, int):
-            ctypes.memmove(place, base + offset, num_bytes)
+    move = ctypes.memmove
+    for offset, num_bytes, address, staging in moves:
+        if staging is None:
+            move(address, base + offset, num_bytes)
         else:
-            ctypes.memmove(place.address() + at, base + offset, num_bytes)
-            place.arrived(num_bytes)
+            move(staging.address() + address, base + offset, num_bytes)
+            staging.arrived(num_bytes)
     return len(data)
-
-
-def _moves_by_block(targets: Iterable[Target]) -> list[tuple[Image, int, list[_Move]]]:
-    found: dict[tuple[int, int], tuple[Image, int, list[_Move]]] = {}
-    stagings: dict[int, _Staging] = {}
-    for target in targets:
-        if target.stop <= target.start:
-            continue
-        tensor = target.tensor
-        is_flat = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj()
-        staging = None
-        if not is_flat:
-            whole = tensor.numel() * tensor.element_size()
-            staging = stagings.setdefault(id(tensor), _Staging(tensor, whole))
-        address = tensor.data_ptr() + target.start_bytes if is_flat else target.start_bytes
-        position = target.start
-        while position < target.stop:
-            index = position // BLOCK_BYTES
-            stop = min(target.stop, (index + 1) * BLOCK_BYTES)
-            done = position - target.start
-            key = (id(target.image), index)
-            if key not in found:
-                found[key] = (target.image, index, [])
-            place = address + done if staging is None else staging
-            found[key][2].append((position - index * BLOCK_BYTES, stop - position, address + done, place))
-            position = stop
-    return list(found.values())
 
 
 def _bounce_buffer() -> memoryview:

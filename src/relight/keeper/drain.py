@@ -11,32 +11,28 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-
-import msgspec
-import xxhash
 
 from relight.clock import Clock, SystemClock
 from relight.errors import (
     CopyError,
-    CorruptionError,
     FencedError,
     MissingCopyError,
     RelightError,
     StorageFullError,
     StorageUnavailableError,
 )
-from relight.keeper.arena import ArenaSlot, SlotControl, SlotState
+from relight.keeper.arena import ArenaSlot, SlotState
 from relight.keeper.crew import Crew
 from relight.keeper.ledger import FINAL_STATES, Ledger
 from relight.keeper.messages import RAM_TIER, TierPlan
 from relight.keeper.readback import ReadBack
 from relight.keeper.reports import Reports
+from relight.keeper.sealed import SealedJob, hash_blocks, read_draft, unchanged
 from relight.keeper.slots import SlotId, SlotTable, StepKey
 from relight.keeper.stores import TierStore, TierStores
-from relight.manifest.manifest import BLOCK_BYTES, RankRecord, RecordDraft
+from relight.manifest.manifest import RankRecord, RecordDraft
 from relight.stages import reached
 
 __all__ = ["POINTS", "DrainSettings", "Drainer"]
@@ -84,15 +80,6 @@ class DrainSettings:
     backoff_max_seconds: float = 5.0
     recheck_seconds: float = 2.0
     recheck_max_seconds: float = 600.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    slot: SlotId
-    key: StepKey
-    control: SlotControl
-    tiers: tuple[TierPlan, ...]
-    digests: Future[list[bytes]] = field(default_factory=Future)
 
 
 class Drainer:
@@ -143,12 +130,16 @@ class Drainer:
             raise MissingCopyError(
                 f"{self._slots.path(slot)} is {control.state.name}, not sealed", rank=slot.rank
             )
-        key = StepKey(control.generation, control.step)
+        key = StepKey.of(control)
         if self._ledger.begin(slot, key, world_size=control.world_size, sealed_at=control.sealed_at):
-            job = _Job(slot=slot, key=key, control=control, tiers=self._ledger.tiers())
+            job = SealedJob(slot=slot, key=key, control=control, tiers=self._ledger.tiers())
             self._hashes.put(partial(self._digest, job))
             self._drains.put(partial(self._drain, job))
         return key
+
+    def put_aside(self, task: Callable[[], None]) -> None:
+        """Do something small beside, which may block."""
+        self._readback.crew.put(task)
 
     def prefer_newest(self) -> None:
         """Take the newest snapshot first from now on: little time is left."""
@@ -176,8 +167,9 @@ class Drainer:
     def close(self, *, timeout_seconds: float = 5.0) -> bool:
         """End the threads after what they are doing; return whether all have ended."""
         self._closing.set()
+        deadline = time.monotonic() + timeout_seconds
         crews = (self._hashes, self._drains, self._readback.crew)
-        ended = [crew.close(timeout_seconds=timeout_seconds) for crew in crews]
+        ended = [crew.close(timeout_seconds=max(0.0, deadline - time.monotonic())) for crew in crews]
         return all(ended)
 
     def _crew(self, name: str, num_threads: int, *, nice: int = 0) -> Crew:
@@ -186,7 +178,7 @@ class Drainer:
 
         return Crew(name, num_threads, nice=nice, on_error=on_error, on_death=self._reports.thread_died)
 
-    def _digest(self, job: _Job) -> None:
+    def _digest(self, job: SealedJob) -> None:
         try:
             digests = self._digests_of(job)
         except Exception as error:  # noqa: BLE001 - the thread that waits for the digests records it
@@ -201,26 +193,26 @@ class Drainer:
             num_bytes = job.control.image_bytes
             self._ledger.advance(job.key, RAM_TIER, job.slot.rank, "durable", stored_bytes=num_bytes)
 
-    def _digests_of(self, job: _Job) -> list[bytes]:
+    def _digests_of(self, job: SealedJob) -> list[bytes]:
         started = time.monotonic()
         with self._slots.use(job.slot) as mapped:
-            now = _unchanged(mapped, job)
+            now = unchanged(mapped, job)
             if now.state is SlotState.DIGESTED:
                 return mapped.digests()
             reached("digest.started")
-            digests = _hash_blocks(mapped, now.image_bytes)
-            _unchanged(mapped, job)
+            digests = hash_blocks(mapped, now.image_bytes)
+            unchanged(mapped, job)
             mapped.write_digests(digests)
         reached("digest.done")
         self._ledger.count("digested_bytes", now.image_bytes)
         self._ledger.count("digest_seconds", time.monotonic() - started)
         return digests
 
-    def _drain(self, job: _Job) -> None:
+    def _drain(self, job: SealedJob) -> None:
         reached("drain.started")
         try:
             with self._slots.use(job.slot) as mapped:
-                draft = _read_draft(mapped, job)
+                draft = read_draft(mapped, job)
                 for plan in job.tiers:
                     if plan.url != RAM_TIER:
                         self._drain_tier(mapped, job, plan, draft)
@@ -236,7 +228,7 @@ class Drainer:
             job.digests.exception()
             self._ledger.finish(job.slot, job.key)
 
-    def _drain_tier(self, mapped: ArenaSlot, job: _Job, plan: TierPlan, draft: RecordDraft) -> None:
+    def _drain_tier(self, mapped: ArenaSlot, job: SealedJob, plan: TierPlan, draft: RecordDraft) -> None:
         outcome, _ = self._ledger.state(job.key, plan.url)
         if outcome == "committed":
             self._readback.put(plan, job.key, job.control.world_size)
@@ -251,10 +243,15 @@ class Drainer:
             if self._ledger.state(job.key, plan.url)[0] == "failed":
                 self._remove_partial(job, plan.url)
 
-    def _store(self, store: TierStore, mapped: ArenaSlot, job: _Job, draft: RecordDraft) -> None:
+    def _store(self, store: TierStore, mapped: ArenaSlot, job: SealedJob, draft: RecordDraft) -> None:
         step, generation, rank, num_bytes = draft.step, draft.generation, draft.rank, draft.image_bytes
         if self._ledger.state(job.key, store.plan.url)[0] == "failed":
             return
+        known = store.catalog.run()
+        if known is not None and known != draft.run:
+            raise FencedError(
+                f"{store.plan.url} belongs to another run by now", step=step, tier=store.plan.url
+            )
         newer = store.catalog.fenced_by(generation, step)
         if newer is not None:
             raise FencedError(
@@ -266,7 +263,7 @@ class Drainer:
         write_seconds = time.monotonic() - started
         reached("drain.image_written")
         digests = tuple(digest.hex() for digest in job.digests.result())
-        _unchanged(mapped, job)
+        unchanged(mapped, job)
         store.catalog.put_record(RankRecord(draft=draft, digests=digests))
         reached("drain.record_written")
         seconds = self._ledger.advance(job.key, store.plan.url, rank, "durable", stored_bytes=num_bytes)
@@ -307,7 +304,7 @@ class Drainer:
             except RelightError as error:
                 self._reports.error(error, key, tier=url, is_final=False)
 
-    def _retrying(self, job: _Job, plan: TierPlan, stage: Callable[[TierStore], None]) -> None:
+    def _retrying(self, job: SealedJob, plan: TierPlan, stage: Callable[[TierStore], None]) -> None:
         deadline = self._clock.monotonic() + self.settings.retry_seconds
         pause_seconds = self.settings.backoff_seconds
         made_room = False
@@ -329,7 +326,7 @@ class Drainer:
                     raise
                 pause_seconds = min(2 * pause_seconds, self.settings.backoff_max_seconds)
 
-    def _fail(self, job: _Job, url: str, error: Exception) -> None:
+    def _fail(self, job: SealedJob, url: str, error: Exception) -> None:
         message = str(error) if isinstance(error, RelightError) else repr(error)
         is_stored = self._ledger.state(job.key, url)[0] in ("committed", "verified")
         is_first = not is_stored and self._ledger.settle(job.key, url, "failed", message)
@@ -348,7 +345,7 @@ class Drainer:
                 message=message,
             )
 
-    def _remove_partial(self, job: _Job, url: str) -> None:
+    def _remove_partial(self, job: SealedJob, url: str) -> None:
         """Remove what a failed step left on a tier, once no other rank of this node writes there any more."""
         if url == RAM_TIER or self._ledger.num_active(job.key, url) > 1:
             return
@@ -362,33 +359,3 @@ class Drainer:
                 reached("drain.partial_removed")
         except RelightError as error:
             _log.warning("what is left of step %d on %s stays there for now: %s", job.key.step, url, error)
-
-
-def _hash_blocks(mapped: ArenaSlot, image_bytes: int) -> list[bytes]:
-    with mapped.image[:image_bytes] as image:
-        return [_hash(image, at) for at in range(0, image_bytes, BLOCK_BYTES)]
-
-
-def _hash(image: memoryview, at: int) -> bytes:
-    with image[at : at + BLOCK_BYTES] as block:
-        return xxhash.xxh3_128_digest(block)
-
-
-def _unchanged(mapped: ArenaSlot, job: _Job) -> SlotControl:
-    """Return the control page; raise if the slot does not hold the job's snapshot any more."""
-    now = mapped.control()
-    if now.state not in (SlotState.SEALED, SlotState.DIGESTED) or (now.generation, now.step) != job.key:
-        raise MissingCopyError(f"{mapped.path}: step {job.key.step} was overwritten before it was stored")
-    return now
-
-
-def _read_draft(mapped: ArenaSlot, job: _Job) -> RecordDraft:
-    try:
-        draft = msgspec.json.decode(mapped.draft(), type=RecordDraft)
-    except msgspec.MsgspecError as error:
-        raise CorruptionError(f"{mapped.path}: the record draft cannot be read: {error}") from error
-    control = _unchanged(mapped, job)
-    said = (draft.generation, draft.step, draft.rank, draft.world_size, draft.image_bytes)
-    if said != (*job.key, job.slot.rank, control.world_size, control.image_bytes):
-        raise CopyError(f"{mapped.path}: the record draft speaks of another snapshot than the control page")
-    return draft

@@ -45,10 +45,11 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a step ended on a tier."""
+    """How a step (of the run with that digest) ended on a tier."""
 
     generation: int
     step: int
+    run: int
     tier: str
     state: TierState
 
@@ -61,9 +62,10 @@ class Record(msgspec.Struct, kw_only=True):
         leases: slots that may be written to now.
         lost: rank -> generation of processes that ended without a clean detach and were not replaced.
         was_attached: whether anyone ever attached.
+        run: digest of the run's identifier, as in control pages; snapshots of others are never restored.
         tiers, generation, keep_best, protect: as the newest attach said.
         next_ordinal: number of the next checkpoint.
-        ordinals: numbers given so far: (generation, step, ordinal).
+        ordinals: numbers given so far: (generation, step, run, ordinal).
         finished: outcomes, the newest last.
     """
 
@@ -71,12 +73,13 @@ class Record(msgspec.Struct, kw_only=True):
     leases: list[Lease] = []
     lost: dict[int, int] = {}
     was_attached: bool = False
+    run: int | None = None
     tiers: tuple[TierPlan, ...] = ()
     generation: int | None = None
     keep_best: tuple[str, Literal["min", "max"]] | None = None
     protect: list[tuple[int, int]] = []
     next_ordinal: int = 0
-    ordinals: list[tuple[int, int, int]] = []
+    ordinals: list[tuple[int, int, int, int]] = []
     finished: list[Outcome] = []
 
 

@@ -98,12 +98,16 @@ class Ledger:
             self._jobs[slot] = (key, False)
             work = self._works.setdefault(key, _Work(world_size=world_size, sealed_at=sealed_at))
             ordinal = self._ordinal(key)
-            outcomes = {one.tier: one.state for one in record.finished if (one.generation, one.step) == key}
+            outcomes = {
+                one.tier: one.state for one in record.finished if (one.generation, one.step, one.run) == key
+            }
             for plan in self.tiers():
                 tier = work.tiers.setdefault(plan.url, _TierWork(outcome=outcomes.get(plan.url)))
                 if tier.outcome is None and ordinal % plan.every:
                     tier.outcome = "skipped"
-                tier.ranks[slot.rank] = _RankWork("sealed")
+                tier.ranks[slot.rank] = _RankWork(
+                    "durable" if tier.outcome in ("committed", "verified") else "sealed"
+                )
             self._trim()
             return True
 
@@ -119,7 +123,7 @@ class Ledger:
             record.finished = [
                 one
                 for one in record.finished
-                if one.state not in outcomes or key not in (None, (one.generation, one.step))
+                if one.state not in outcomes or key not in (None, (one.generation, one.step, one.run))
             ]
             again = [slot for slot, (known, _) in self._jobs.items() if known in opened]
             for slot in again:
@@ -149,7 +153,9 @@ class Ledger:
             Seconds since the step's first snapshot was sealed.
         """
         with self._journal.changing():
-            work = self._works[key]
+            work = self._works.get(key)
+            if work is None:
+                return 0.0
             mine = self._tier(key, url).ranks.setdefault(rank, _RankWork("sealed"))
             if _ORDER.index(state) > _ORDER.index(mine.state):
                 mine.state = state
@@ -166,8 +172,10 @@ class Ledger:
             if tier.outcome in (outcome, "verified"):
                 return False
             tier.outcome, tier.message = outcome, message
-            kept = [one for one in record.finished if (one.generation, one.step, one.tier) != (*key, url)]
-            settled = Outcome(generation=key.generation, step=key.step, tier=url, state=outcome)
+            kept = [
+                one for one in record.finished if (one.generation, one.step, one.run, one.tier) != (*key, url)
+            ]
+            settled = Outcome(generation=key.generation, step=key.step, run=key.run, tier=url, state=outcome)
             record.finished = [*kept, settled][-_STEPS_KEPT:]
             return True
 
@@ -180,7 +188,7 @@ class Ledger:
             outcomes = {
                 one.tier: one.state
                 for one in self._journal.record.finished
-                if (one.generation, one.step) == key
+                if (one.generation, one.step, one.run) == key
             }
             return outcomes.get(url, "unknown"), None
 
@@ -228,10 +236,10 @@ class Ledger:
                 and self._clock.now() - work.sealed_at < max_age_seconds
             ]
 
-    def world_size(self, key: StepKey) -> int:
-        """Return the number of ranks of a step that was taken in."""
+    def known_steps(self) -> list[StepKey]:
+        """Return the steps that were taken in, old ones first."""
         with self._lock:
-            return self._works[key].world_size
+            return sorted(self._works)
 
     def has_failed(self) -> bool:
         """Return whether a snapshot that is still in memory could not be stored on a tier."""
@@ -252,7 +260,8 @@ class Ledger:
                 if _is_open(work.tiers.get(url))
             }
             is_safe = any(
-                one.tier == url and one.state == "verified" and one.generation >= (record.generation or 0)
+                (one.tier, one.run, one.state) == (url, record.run, "verified")
+                and one.generation >= (record.generation or 0)
                 for one in record.finished
             )
             return frozenset(started if is_safe else started | set(record.protect))
@@ -279,11 +288,11 @@ class Ledger:
 
     def _ordinal(self, key: StepKey) -> int:
         record = self._journal.record
-        for generation, step, ordinal in record.ordinals:
-            if key == (generation, step):
+        for generation, step, run, ordinal in record.ordinals:
+            if key == (generation, step, run):
                 return ordinal
         ordinal, record.next_ordinal = record.next_ordinal, record.next_ordinal + 1
-        record.ordinals = [*record.ordinals, (key.generation, key.step, ordinal)][-_STEPS_KEPT:]
+        record.ordinals = [*record.ordinals, (*key, ordinal)][-_STEPS_KEPT:]
         return ordinal
 
     def _tier(self, key: StepKey, url: str) -> _TierWork:

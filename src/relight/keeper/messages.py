@@ -90,6 +90,7 @@ class AttachRequest(_Message, frozen=True, kw_only=True, forbid_unknown_fields=T
         pid: process to watch.
         tiers: where snapshots go; the same list for every rank.
         generation: generation this rank belongs to.
+        run: its run; snapshots of another run that used the same root before are dropped.
         keep_best: metric and "min" or "max"; retention keeps the best step by it.
         protect: (step, generation) pairs that retention leaves until something newer is verified.
     """
@@ -99,6 +100,7 @@ class AttachRequest(_Message, frozen=True, kw_only=True, forbid_unknown_fields=T
     pid: int
     tiers: tuple[TierPlan, ...]
     generation: int
+    run: str = ""
     keep_best: tuple[str, Literal["min", "max"]] | None = None
     protect: tuple[tuple[int, int], ...] = ()
 
@@ -186,6 +188,7 @@ class HeldSnapshot(_Message, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     generation: int
     world_size: int
     image_bytes: int
+    run_digest: int = 0
 
 
 class Inventory(_Message, frozen=True, kw_only=True, forbid_unknown_fields=True):

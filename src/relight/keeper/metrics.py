@@ -9,10 +9,10 @@ from relight.keeper.messages import KeeperStatus
 __all__ = ["format_metrics"]
 
 _HELP = {
-    "saves_durable": "Rank images stored with their record, by rank and tier.",
-    "saves_committed": "Checkpoints committed, by tier.",
-    "saves_verified": "Checkpoints read back without a fault, by tier.",
-    "saves_failed": "Checkpoints that could not be stored, or read back badly, by tier.",
+    "saves_durable": "Rank images stored with their record, on any tier.",
+    "saves_committed": "Checkpoints committed, counted on each tier.",
+    "saves_verified": "Checkpoints read back without a fault, counted on each tier.",
+    "saves_failed": "Checkpoints that could not be stored, or read back badly, counted on each tier.",
     "failures": "Errors that ended a store.",
     "retries": "Errors that were followed by another try.",
     "stored_bytes": "Bytes of rank images written to tiers.",

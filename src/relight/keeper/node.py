@@ -6,11 +6,12 @@ import logging
 import os
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from relight.clock import Clock, SystemClock
-from relight.errors import ConfigError, CopyError, KeeperUnavailableError, RelightError
+from relight.errors import ConfigError, KeeperUnavailableError, RelightError
 from relight.events import EventLog
 from relight.keeper.arena import SlotState
 from relight.keeper.drain import Drainer, DrainSettings
@@ -35,9 +36,10 @@ from relight.keeper.messages import (
 from relight.keeper.readback import ReadBack
 from relight.keeper.reports import Reports, events_path
 from relight.keeper.roster import Roster
-from relight.keeper.slots import SlotFact, SlotId, SlotTable, StepKey, choose_slot, newest_complete
+from relight.keeper.slots import SlotId, SlotTable, StepKey, choose_slot, newest_complete
 from relight.keeper.status import describe
 from relight.keeper.stores import TierStores
+from relight.keeper.upkeep import Upkeep
 from relight.keeper.watch import LifeAction, LifeFacts, decide_life
 
 __all__ = ["Node", "NodeSettings"]
@@ -105,6 +107,13 @@ class Node:
             settings=drain_settings,
             clock=self.clock,
         )
+        self.upkeep = Upkeep(
+            journal=self.journal,
+            roster=self.roster,
+            ledger=self.ledger,
+            slots=self.slots,
+            drainer=self.drainer,
+        )
         self.stop_wish: Literal["no", "drain", "now"] = "no"
         self.save_requests = SaveRequests(folder / "requests")
         self._started_at = self.clock.now()
@@ -116,9 +125,12 @@ class Node:
 
     def start(self) -> None:
         """Take up the slots that are there, and say that the keeper lives."""
-        self.reports.emit("keeper_started", pid=os.getpid(), root=self.root_url)
+        # In a thread: a root that hangs must not keep the keeper from answering.
+        self.drainer.put_aside(
+            partial(self.reports.emit, "keeper_started", pid=os.getpid(), root=self.root_url)
+        )
         self.roster.note_deaths()
-        self.rescan()
+        self.upkeep.rescan()
 
     # Requests.
 
@@ -139,6 +151,11 @@ class Node:
         return self.stop_wish != "no" or self.is_terminating or self.is_leaving
 
     @property
+    def may_leave_soon(self) -> bool:
+        """Whether nobody is attached and nothing is kept for lost workers, or the keeper is on its way out."""
+        return self.is_stopping or not (self.roster.owners() or self.roster.num_lost())
+
+    @property
     def is_terminating(self) -> bool:
         """Whether SIGTERM came."""
         return self._term_deadline is not None
@@ -153,7 +170,7 @@ class Node:
             _check_tier(plan)
         self.roster.attach(request)
         self.roster.note_deaths()
-        self.rescan()
+        self.upkeep.rescan()
         self._quiet_since = self.clock.monotonic()
         self._tried_again = False
         return AttachReply(pid=os.getpid(), num_save_requests=self.save_requests.count)
@@ -171,8 +188,10 @@ class Node:
             raise ConfigError(
                 f"num_slots is {request.num_slots}; the newest snapshot needs one, the next another"
             )
-        facts = self.facts()
-        index, reason = choose_slot(facts, rank=request.rank, num_slots=request.num_slots)
+        facts = self.upkeep.facts()
+        index, reason = choose_slot(
+            facts, rank=request.rank, num_slots=request.num_slots, run=self.journal.record.run
+        )
         _log.debug("slot for rank %d: %s", request.rank, reason)
         if index is None:
             return None
@@ -211,14 +230,21 @@ class Node:
             CopyError: the slot holds no sealed snapshot.
         """
         slot = SlotId(request.rank, request.slot)
-        key = self._take_in(slot)
+        key = self.upkeep.take_in(slot)
         return SealReply(step=key.step, generation=key.generation)
 
     def detach(self, request: DetachRequest) -> None:
         """Let a rank go."""
         self.roster.detach(request.rank, request.pid, clean=request.clean)
         self._quiet_since = self.clock.monotonic()
-        self.rescan()
+        self.upkeep.rescan()
+
+    def key(self, step: int, generation: int) -> StepKey:
+        """Return the identity of a step of the run that attached last, or of any run when none ever did."""
+        run = self.journal.record.run
+        if run is None:
+            run = next((key.run for key in self.ledger.known_steps() if key[:2] == (generation, step)), 0)
+        return StepKey(generation, step, run)
 
     def state(self, key: StepKey, tier: str | None) -> WaitReply:
         """Return where a step stands on a tier (default: the last one)."""
@@ -231,13 +257,13 @@ class Node:
         if plans[0].url == RAM_TIER:
             return None
         with suppress(RelightError):
-            if self.stores.open(plans[0]).catalog.is_committed(key.step, key.generation):
+            if self.stores.open(plans[0]).catalog.commit(key.step, key.generation) is not None:
                 return WaitReply(state="committed")
         return None
 
     def inventory(self) -> tuple[tuple[HeldSnapshot, ...], bool]:
         """Return the snapshots that can be read from memory, and whether all sealed ones have digests."""
-        facts = self.facts()
+        facts = self.upkeep.facts()
         is_whole = not any(
             fact.control is not None and fact.control.state is SlotState.SEALED and not fact.is_drained
             for fact in facts
@@ -250,6 +276,7 @@ class Node:
                 generation=fact.key.generation,
                 world_size=fact.control.world_size,
                 image_bytes=fact.control.image_bytes,
+                run_digest=fact.control.run_digest,
             )
             for fact in facts
             if fact.key is not None and fact.control is not None
@@ -264,40 +291,16 @@ class Node:
             generation=self.journal.record.generation,
             roster=self.roster,
             ledger=self.ledger,
-            facts=self.facts(),
+            facts=self.upkeep.facts(),
         )
 
     # Every second.
-
-    def facts(self) -> list[SlotFact]:
-        """Return what is known of every slot now."""
-        return self.slots.facts(leased=self.roster.leased(), is_drained=self.ledger.is_drained)
-
-    def rescan(self) -> None:
-        """Bring the slots in order: drain what is sealed, free or remove what dead owners left unfinished."""
-        newest = newest_complete(self.facts())
-        for slot in self.slots.ids():
-            control = self.slots.control(slot)
-            if control is None:
-                if not self.roster.is_owned(slot):
-                    _log.info(
-                        "%s is half made or broken, and its owner is gone; removed", self.slots.path(slot)
-                    )
-                    self.slots.remove(slot)
-            elif control.state is SlotState.WRITING:
-                if not self.roster.is_owned(slot, control.owner_pid):
-                    self.slots.free(slot)
-            elif control.state is not SlotState.FREE:
-                with suppress(CopyError):
-                    self._take_in(slot)
-            self._drop_unused(slot, newest)
-        self.slots.drop_stale()
 
     def tick(self) -> LifeAction:
         """Note deaths, bring the slots in order, and return what to do next."""
         for owner in self.roster.note_deaths():
             _log.warning("rank %d (process %d) is gone without a word", owner.rank, owner.pid)
-        self.rescan()
+        self.upkeep.rescan()
         facts = self._life_facts()
         if facts.num_alive:
             self._quiet_since = max(self._quiet_since, self.clock.monotonic())
@@ -306,7 +309,7 @@ class Node:
             _log.info("%s: %s", action, reason)
         if action == "drain_again":
             self._tried_again = True
-            self._submit_again(self.ledger.reopen(frozenset({"failed"})))
+            self.upkeep.submit_again(self.ledger.reopen(frozenset({"failed"})))
         self.drainer.tick()
         return action
 
@@ -315,14 +318,14 @@ class Node:
         if self._term_deadline is None:
             self._term_deadline = self.clock.monotonic() + self.settings.term_grace_seconds
             self.drainer.prefer_newest()
-            newest = newest_complete(self.facts())
+            newest = newest_complete(self.upkeep.facts(), self.journal.record.run)
             if newest is not None:
-                self._submit_again(self.ledger.reopen(frozenset({"failed", "skipped"}), newest))
+                self.upkeep.submit_again(self.ledger.reopen(frozenset({"failed", "skipped"}), newest))
 
     def is_newest_stored(self) -> bool:
         """Return whether nothing is left to drain, and the newest complete step is committed on the last tier."""
-        facts = self.facts()
-        newest = newest_complete(facts)
+        facts = self.upkeep.facts()
+        newest = newest_complete(facts, self.journal.record.run)
         held = [fact for fact in facts if fact.control is not None and fact.control.state is SlotState.SEALED]
         if any(not fact.is_drained for fact in held):
             return False
@@ -341,7 +344,7 @@ class Node:
 
     def _life_facts(self) -> LifeFacts:
         now = self.clock.monotonic()
-        facts = self.facts()
+        facts = self.upkeep.facts()
         owners = self.roster.owners()
         return LifeFacts(
             num_alive=len(owners),
@@ -349,41 +352,16 @@ class Node:
             was_attached=self.journal.record.was_attached,
             quiet_seconds=now - self._quiet_since,
             is_busy=self.drainer.is_busy,
-            is_saving=bool(self.roster.leased()),
-            holds_snapshots=any(_holds_snapshot(fact) for fact in facts),
+            is_saving=any(
+                fact.control is not None and fact.control.state is SlotState.WRITING for fact in facts
+            ),
+            holds_snapshots=any(fact.holds_snapshot for fact in facts),
             has_failed=self.ledger.has_failed(),
             tried_again=self._tried_again,
             stop=self.stop_wish,
             term_left_seconds=None if self._term_deadline is None else self._term_deadline - now,
             linger_seconds=self.settings.linger_seconds,
         )
-
-    def _take_in(self, slot: SlotId) -> StepKey:
-        key = self.drainer.submit(slot)
-        self.roster.take_back(slot)
-        return key
-
-    def _submit_again(self, slots: list[SlotId]) -> None:
-        for slot in slots:
-            with suppress(CopyError):
-                self.drainer.submit(slot)
-
-    def _drop_unused(self, slot: SlotId, newest: StepKey | None) -> None:
-        """Remove a drained slot of a rank that the current generation does not have, once it has a complete step."""
-        owners = self.roster.owners()
-        if not owners or newest is None or newest.generation < max(one.generation for one in owners):
-            return
-        control = self.slots.control(slot)
-        if (
-            control is None
-            or slot.rank < max(one.world_size for one in owners)
-            or self.roster.is_leased(slot)
-        ):
-            return
-        key = StepKey(control.generation, control.step)
-        if key != newest and (control.state is SlotState.FREE or self.ledger.is_drained(slot, key)):
-            self.ledger.forget(slot)
-            self.slots.remove(slot)
 
 
 def _check_tier(plan: TierPlan) -> None:
@@ -393,7 +371,3 @@ def _check_tier(plan: TierPlan) -> None:
         )
     if plan.every < 1 or plan.keep < 1:
         raise ConfigError(f"tier {plan.url!r}: every and keep must be at least 1", tier=plan.url)
-
-
-def _holds_snapshot(fact: SlotFact) -> bool:
-    return fact.control is not None and fact.control.state in (SlotState.SEALED, SlotState.DIGESTED)

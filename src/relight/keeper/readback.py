@@ -60,13 +60,15 @@ class ReadBack:
 
     def apply_retention(self, plan: TierPlan) -> None:
         """Remove what the tier's rule does not keep; errors are noted and change nothing else."""
+        # The ranks may have attached with another rule since this plan was made.
+        plan = next((now for now in self._ledger.tiers() if now.url == plan.url), plan)
         with self._journal.lock:
             keep_best = self._journal.record.keep_best
         rule = RetentionRule(keep=plan.keep, keep_every=plan.keep_every, keep_best=keep_best)
         try:
             store = self._stores.open(plan)
             for removed in store.catalog.apply_retention(rule, protect=self._ledger.protected(plan.url)):
-                key = StepKey(removed.generation, removed.step)
+                key = StepKey(removed.generation, removed.step, 0)
                 reached("retention.removed")
                 self._ledger.count("checkpoints_removed")
                 self._reports.emit("checkpoint_removed", key, tier=plan.url)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from relight.errors import ConfigError
+from relight.keeper.arena import run_digest
 from relight.keeper.journal import Journal, Lease, Owner
 from relight.keeper.messages import AttachRequest, TierPlan
 from relight.keeper.slots import SlotId
@@ -43,7 +44,11 @@ class Roster:
                     f"{_urls(record.tiers)}, or other settings for them; they must be the same on every rank",
                     rank=request.rank,
                 )
-            self._forget([one for one in record.owners if one.pid == request.pid], lost=False)
+            # A new life within the same process holds nothing of its old one; the same one keeps what it was lent.
+            mine = [one for one in record.owners if one.pid == request.pid]
+            record.owners = [one for one in record.owners if one.pid != request.pid]
+            if any((one.rank, one.generation) != (request.rank, request.generation) for one in mine):
+                record.leases = [one for one in record.leases if one.pid != request.pid]
             record.owners.append(
                 Owner(
                     rank=request.rank,
@@ -57,6 +62,7 @@ class Roster:
             record.lost.pop(request.rank, None)
             record.lost = {rank: seen for rank, seen in record.lost.items() if seen >= request.generation}
             if record.generation is None or request.generation >= record.generation:
+                record.run = run_digest(request.run)
                 record.tiers = request.tiers
                 record.generation = request.generation
                 record.keep_best = request.keep_best

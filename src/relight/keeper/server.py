@@ -49,6 +49,7 @@ _log = logging.getLogger("relight.keeper")
 _BODY_MAX_BYTES = 256 * 1024
 _KEEP_ALIVE_SECONDS = 30 * 86400.0
 _WAIT_MAX_SECONDS = 600.0
+_LOOK_UP_SECONDS = 1.0
 _TICK_SECONDS = 1.0
 _BUSY_TICK_SECONDS = 0.1
 
@@ -134,15 +135,15 @@ class KeeperServer:
         return _json({})
 
     async def _inventory(self, request: web.Request) -> web.Response:
-        self.node.rescan()
+        self.node.upkeep.rescan()
         await self._until(lambda: self.node.inventory()[1] or None, _number(request, "timeout", 60.0))
         return _json(Inventory(snapshots=self.node.inventory()[0]))
 
     async def _wait(self, request: web.Request) -> web.Response:
-        key = StepKey(int(_number(request, "generation")), int(_number(request, "step")))
+        key = self.node.key(int(_number(request, "step")), int(_number(request, "generation")))
         tier = request.query.get("tier")
         if self.node.state(key, tier).state == "unknown":
-            found = await self._loop.run_in_executor(self._lookups, self.node.look_up, key, tier)
+            found = await self._look_up(key, tier, _number(request, "timeout", 0.0))
             if found is not None:
                 return _json(found)
 
@@ -152,6 +153,13 @@ class KeeperServer:
 
         reply = await self._until(ended, _number(request, "timeout", 0.0))
         return _json(reply if reply is not None else self.node.state(key, tier))
+
+    async def _look_up(self, key: StepKey, tier: str | None, timeout_seconds: float) -> WaitReply | None:
+        """Ask the tier itself, in a thread: one that hangs must cost the caller no more than its timeout."""
+        found = self._loop.run_in_executor(self._lookups, self.node.look_up, key, tier)
+        with suppress(TimeoutError):
+            return await asyncio.wait_for(asyncio.shield(found), max(timeout_seconds, _LOOK_UP_SECONDS))
+        return None
 
     async def _until(self, found: Callable[[], T | None], timeout_seconds: float) -> T | None:
         """Return what `found` returns as soon as it is not None, or None after the timeout."""
@@ -194,7 +202,7 @@ async def serve(
     on_ready()
     try:
         while True:
-            seconds = _BUSY_TICK_SECONDS if node.is_stopping or not node.roster.owners() else _TICK_SECONDS
+            seconds = _BUSY_TICK_SECONDS if node.may_leave_soon else _TICK_SECONDS
             with suppress(TimeoutError):
                 await asyncio.wait_for(server.woken.wait(), seconds)
             server.woken.clear()

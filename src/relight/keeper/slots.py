@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from relight.errors import CorruptionError, MissingCopyError
 from relight.keeper.arena import ArenaSlot, SlotControl, SlotState, list_slots, slot_path
@@ -30,10 +30,16 @@ class SlotId:
 
 
 class StepKey(NamedTuple):
-    """A checkpoint's identity; sorts from old to new."""
+    """A checkpoint's identity; those of one run sort from old to new. `run` is as in the control page."""
 
     generation: int
     step: int
+    run: int
+
+    @classmethod
+    def of(cls, control: SlotControl) -> Self:
+        """Return the identity of the snapshot that a control page speaks of."""
+        return cls(control.generation, control.step, control.run_digest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,32 +59,39 @@ class SlotFact:
     is_drained: bool
 
     @property
+    def holds_snapshot(self) -> bool:
+        """Whether a whole snapshot is in it, with digests or not yet."""
+        return self.control is not None and self.control.state in (SlotState.SEALED, SlotState.DIGESTED)
+
+    @property
     def key(self) -> StepKey | None:
         """The checkpoint that can be read from this slot now, or None."""
         if self.control is None or self.is_leased or self.control.state is not SlotState.DIGESTED:
             return None
-        return StepKey(self.control.generation, self.control.step)
+        return StepKey.of(self.control)
 
 
-def newest_complete(facts: Iterable[SlotFact]) -> StepKey | None:
-    """Return the newest checkpoint of which every rank's snapshot can be read from memory."""
+def newest_complete(facts: Iterable[SlotFact], run: int | None) -> StepKey | None:
+    """Return the newest checkpoint (of `run`, if given) of which every rank's snapshot can be read from memory."""
     ranks: dict[StepKey, set[int]] = {}
     world_sizes: dict[StepKey, int] = {}
     for fact in facts:
-        if fact.key is not None and fact.control is not None:
+        if fact.key is not None and fact.control is not None and run in (None, fact.key.run):
             ranks.setdefault(fact.key, set()).add(fact.slot.rank)
             world_sizes[fact.key] = fact.control.world_size
     return max((key for key, seen in ranks.items() if seen >= set(range(world_sizes[key]))), default=None)
 
 
-def choose_slot(facts: Iterable[SlotFact], *, rank: int, num_slots: int) -> tuple[int | None, str]:
-    """Return the index of the slot that `rank` may overwrite now, or None, and why.
+def choose_slot(
+    facts: Iterable[SlotFact], *, rank: int, num_slots: int, run: int | None = None
+) -> tuple[int | None, str]:
+    """Return the index of the slot that `rank` (of `run`) may overwrite now, or None, and why.
 
     An empty one first, then one still to be made, then the oldest snapshot that is neither the newest complete
     one nor still needed by a drain.
     """
     facts = list(facts)
-    kept = newest_complete(facts)
+    kept = newest_complete(facts, run)
     mine = {fact.slot.index: fact for fact in facts if fact.slot.rank == rank}
     old: list[tuple[StepKey, int]] = []
     held = []
@@ -96,7 +109,7 @@ def choose_slot(facts: Iterable[SlotFact], *, rank: int, num_slots: int) -> tupl
         elif fact.key is not None and fact.key == kept:
             held.append(f"step {control.step} in slot {index} is the newest complete one")
         else:
-            old.append((StepKey(control.generation, control.step), index))
+            old.append((StepKey.of(control), index))
     if missing:
         return missing[0], f"slot {missing[0]} is still to be made"
     if old:
@@ -156,7 +169,7 @@ class SlotTable:
         found = []
         for slot in sorted({*self.ids(), *leased}):
             control = self.control(slot)
-            key = StepKey(control.generation, control.step) if control is not None else None
+            key = StepKey.of(control) if control is not None else None
             found.append(
                 SlotFact(
                     slot=slot,

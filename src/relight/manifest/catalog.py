@@ -91,6 +91,11 @@ class Catalog:
         """Return the generations that can be read, oldest first."""
         return read_generations(self.backend)[0]
 
+    def run(self) -> str | None:
+        """Return the identifier of the run that owns the root, or None when no generation was claimed there."""
+        known = self.generations()
+        return known[0].run if known else None
+
     def fenced_by(self, generation: int, step: int) -> int | None:
         """Return the newest generation if it does not build on `step` of `generation`, None if it does."""
         known, _, problems = read_generations(self.backend)

@@ -24,9 +24,12 @@ def commit_step(backend: StorageBackend, step: int, generation: int) -> Manifest
     """Write the manifest if all records and images are there; return it, or None while something is missing.
 
     Any number of processes may call this at once: the manifest is a function of the records, and only one is stored.
+    A manifest that is returned is durable, whoever stored it.
     """
     if backend.size_bytes(manifest_name(step, generation)) is not None:
-        return read_manifest(backend, step, generation)[0]
+        manifest = read_manifest(backend, step, generation)[0]
+        _make_durable(backend, step, generation)
+        return manifest
     sizes = {file.name: file.size_bytes for file in backend.list(f"{step_dir(step, generation)}/")}
     if record_name(step, generation, 0) not in sizes:
         return None
@@ -53,6 +56,16 @@ def commit_step(backend: StorageBackend, step: int, generation: int) -> Manifest
         )
     reached("commit.manifest_stored")
     return manifest
+
+
+def _make_durable(backend: StorageBackend, step: int, generation: int) -> None:
+    """Wait until a manifest that was found is durable: who stored it may have died, or not have come so far.
+
+    Storing a file again that is there makes its directory durable. Not the manifest itself: should the checkpoint
+    be removed right now, a record alone is no checkpoint.
+    """
+    name = record_name(step, generation, 0)
+    backend.put(name, backend.get(name), if_absent=True)
 
 
 def build_manifest(records: Sequence[tuple[RankRecord, str]]) -> Manifest:

@@ -122,13 +122,17 @@ def take_inventory(backend: StorageBackend) -> Inventory:
             del sizes[name]
         except _BAD as error:
             problems.append(Problem(file=name, message=str(error)))
-    lineage = trace(_parents(generations, [manifest for manifest, _ in manifests.values()]))
+    run = generations[0].run if generations else None
+    # Steps of another run that used this root before say nothing about this one's generations.
+    own = [manifest for manifest, _ in manifests.values() if run in (None, manifest.run)]
+    lineage = trace(_parents(generations, own))
     infos = [
         _describe(
             manifest,
             digest,
             folders[place],
-            lineage,
+            # None: a root that was never claimed, whose steps are as good as any.
+            lineage if run in (None, manifest.run) else Lineage({}),
             _read_marks(backend, place, digest, folders[place], problems),
         )
         for place, (manifest, digest) in manifests.items()
@@ -140,7 +144,7 @@ def take_inventory(backend: StorageBackend) -> Inventory:
         ),
         problems=tuple(problems),
         lineage=lineage,
-        run=generations[0].run if generations else None,
+        run=run,
     )
 
 

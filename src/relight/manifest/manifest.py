@@ -7,7 +7,7 @@ the body's bytes. Reading refuses anything else, so every flipped byte is found.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 import xxhash
@@ -16,6 +16,8 @@ from relight.errors import CorruptionError, UnknownFormatError
 
 __all__ = [
     "BLOCK_BYTES",
+    "IN_PIECES",
+    "PER_RANK",
     "SCHEMA",
     "Generation",
     "IndexEntry",
@@ -27,9 +29,11 @@ __all__ = [
     "RankSummary",
     "RecordDraft",
     "decode_file",
+    "decode_index",
     "digest_block",
     "digest_in",
     "encode_file",
+    "encode_index",
 ]
 
 SCHEMA = 1
@@ -64,7 +68,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     created_at: float
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """One stored box of a global tensor: entry `name` of the image of `rank`, at `offsets` with `sizes`."""
 
     rank: int
@@ -73,20 +77,59 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     sizes: tuple[int, ...]
 
 
-class IndexEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+PER_RANK = -1
+"""`IndexEntry.home` of a tensor of which every rank stores its own value."""
+
+IN_PIECES = -2
+"""`IndexEntry.home` of a replicated tensor that several ranks store together."""
+
+
+class IndexEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """Where a tensor is stored.
 
     Attributes:
         dtype: relight's dtype name, as torch spells it without the prefix ("bfloat16", "complex128").
         shape: global shape.
-        ownership: "replicated": `pieces` together cover the tensor once; "per-rank": every rank's image holds
-            its own value under the tensor's key, and `pieces` is empty.
+        home: the rank whose image holds the whole of a replicated tensor, under the tensor's key; or `PER_RANK`:
+            every rank's image holds its own value under the key; or `IN_PIECES`.
+        pieces: for `IN_PIECES`, the boxes that together cover the tensor once; else empty.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    ownership: Ownership
+    home: int
     pieces: tuple[Piece, ...] = ()
+
+    @property
+    def ownership(self) -> Ownership:
+        """Whether all ranks hold the same value."""
+        return "per-rank" if self.home == PER_RANK else "replicated"
+
+    def stored_pieces(self, key: str) -> tuple[Piece, ...]:
+        """Return the boxes of a replicated tensor called `key`; none for a per-rank one."""
+        if self.home < 0:
+            return self.pieces
+        return (Piece(self.home, key, (0,) * len(self.shape), self.shape),)
+
+
+def encode_index(index: dict[str, IndexEntry]) -> msgspec.Raw:
+    """Return the stored form of a global index."""
+    return msgspec.Raw(msgspec.json.encode(index, order="deterministic"))
+
+
+def decode_index(raw: msgspec.Raw) -> dict[str, IndexEntry]:
+    """Return the global index of a record or manifest; it is kept encoded until somebody needs it, since it is large.
+
+    Raises:
+        UnknownFormatError: it is not what `encode_index` writes.
+    """
+    try:
+        return _INDEX.decode(raw)
+    except msgspec.MsgspecError as error:
+        raise UnknownFormatError(f"the index of tensors cannot be read: {error}") from error
+
+
+_INDEX = msgspec.json.Decoder(dict[str, IndexEntry])
 
 
 class RecordDraft(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,7 +142,7 @@ class RecordDraft(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         context: the small non-tensor state of this rank, typed JSON.
         metrics: what the user passed to `Checkpointer.step`; None where that was nan or infinite, which JSON
             cannot say (encoding makes it so).
-        index: the global index; on rank 0 only, empty elsewhere.
+        index: the global index, see `decode_index`; on rank 0 only, empty elsewhere.
         aliases: tensor key -> key that is stored in its place (tied parameters); on rank 0 only.
         local: keys of this rank's per-rank tensors -> (dtype, shape); they may differ between ranks.
         replicas_differ: keys whose values differed between ranks.
@@ -117,7 +160,7 @@ class RecordDraft(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     saved_at: float
     context: msgspec.Raw
     metrics: Mapping[str, float | None] = {}
-    index: dict[str, IndexEntry] = {}
+    index: msgspec.Raw = msgspec.Raw(b"{}")
     aliases: dict[str, str] = {}
     local: dict[str, tuple[str, tuple[int, ...]]] = {}
     replicas_differ: tuple[str, ...] = ()
@@ -131,7 +174,7 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     digests: tuple[str, ...]
 
 
-class RankSummary(msgspec.Struct, frozen=True, array_like=True):
+class RankSummary(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What the manifest says of one rank: bytes of its image, and the digest of its record's body."""
 
     image_bytes: int
@@ -155,7 +198,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     saved_at: float
     ranks: tuple[RankSummary, ...]
     metrics: Mapping[str, float | None]
-    index: dict[str, IndexEntry]
+    index: msgspec.Raw
     aliases: dict[str, str]
     replicas_differ: tuple[str, ...]
 
@@ -210,17 +253,19 @@ def decode_file(data: bytes, kind: type[T], *, path: str) -> tuple[T, str]:
         raise UnknownFormatError(f"{path}: schema {schema}; this relight reads schema {SCHEMA}", path=path)
     try:
         return msgspec.json.decode(body, type=kind), digest
-    except msgspec.ValidationError as error:
+    except msgspec.MsgspecError as error:
         raise UnknownFormatError(
             f"{path}: {error}; written by another version of relight?", path=path
         ) from error
-    except msgspec.DecodeError as error:
-        raise CorruptionError(f"{path}: not JSON: {error}", path=path) from error
+
+
+class _Draft(msgspec.Struct):
+    schema: int | None = None
 
 
 class _Versioned(msgspec.Struct):
     schema: int | None = None
-    draft: Any = None
+    draft: _Draft | None = None
 
 
 def _schema_of(body: bytes, path: str) -> int | None:
@@ -228,6 +273,4 @@ def _schema_of(body: bytes, path: str) -> int | None:
         seen = msgspec.json.decode(body, type=_Versioned)
     except msgspec.MsgspecError as error:
         raise UnknownFormatError(f"{path}: no schema version can be read: {error}", path=path) from error
-    if isinstance(seen.draft, dict):
-        return seen.draft.get("schema")
-    return seen.schema
+    return seen.draft.schema if seen.draft is not None else seen.schema

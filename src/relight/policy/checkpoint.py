@@ -118,7 +118,7 @@ def decide_retention(
             if len(good) < rule.keep or checkpoint.step >= good[rule.keep - 1].step:
                 continue
             newer = sum(c.step > checkpoint.step for c in good)
-            reason = f"{newer} newer ones are verified; keep is {rule.keep}"
+            reason = f"{newer} newer verified, keep is {rule.keep}"
         else:
             later = [c.generation for c in good if c.generation > checkpoint.generation]
             if not later:

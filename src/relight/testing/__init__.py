@@ -1,0 +1,1 @@
+"""The public test kit: kill points, faulty files, forked trainers."""
