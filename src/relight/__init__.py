@@ -1,7 +1,7 @@
-"""relight keeps large PyTorch training runs going: it saves the whole training state almost for free, restores it
-bit for bit, brings a broken job back in seconds, and plans and accounts for all of it.
+"""relight keeps large PyTorch training runs going.
 
-The names below load on first use, so that tools which need no torch never import it.
+It saves the whole training state almost for free and restores it bit for bit. The names below load on first use,
+so that tools which need no torch never import it.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class EventLog:
 
 
 def read_events(folder: Path) -> Iterator[Event]:
-    """Yield the events of every ``*.jsonl`` file in `folder`, file by file; a last line cut short by a crash is left out."""
+    """Yield the events of every ``*.jsonl`` file in `folder`, file by file, without a last line cut short by a crash."""
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_bytes().splitlines(keepends=True):
             if line.endswith(b"\n"):

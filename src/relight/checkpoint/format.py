@@ -131,9 +131,12 @@ def plan_image(specs: Sequence[TensorSpec]) -> ImageLayout:
     starts = [0] * len(specs)
     pads: list[tuple[int, int]] = []
     position = 0
+    is_small = False
     for at in order:
-        if sizes[at] >= ALIGN_BYTES and position % ALIGN_BYTES:
+        # The first small entry is aligned like a large one; those after it follow by falling item size.
+        if position % ALIGN_BYTES and (sizes[at] >= ALIGN_BYTES or not is_small):
             position = _pad(header, pads, position)
+        is_small = sizes[at] < ALIGN_BYTES
         starts[at] = position
         header[specs[at].name] = _header_entry(specs[at], position, sizes[at])
         position += sizes[at]

@@ -53,8 +53,8 @@ class SampleOrder:
         while outside.size:
             places[outside] = self._permute(places[outside])
             outside = outside[places[outside] >= self._num_samples]
-        ids = places.tolist()
-        return ids
+        found: list[int] = places.tolist()
+        return found
 
     def _permute(self, places: _Positions) -> _Positions:
         row, column = places // self._columns, places % self._columns

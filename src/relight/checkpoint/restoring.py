@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from relight.checkpoint.candidates import Candidate, Checkpoint, list_candidates, try_candidates
 from relight.checkpoint.group import RankGroup
+from relight.checkpoint.keeping import Keeping
 from relight.checkpoint.late import LateParts
 from relight.checkpoint.matching import Allowances, Matching
+from relight.checkpoint.run import Run
 from relight.checkpoint.slot_pool import SlotPool
-from relight.checkpoint.state import TrainState
+from relight.checkpoint.state import PARTS, TrainState
+from relight.errors import MissingCopyError
 from relight.keeper.messages import HeldSnapshot
 from relight.manifest.catalog import Catalog
+from relight.manifest.manifest import Parent
+from relight.storage.backend import open_backend
 
 __all__ = ["Restored", "Restorer"]
 
@@ -35,16 +40,53 @@ class Restorer:
     """Restores into `state` on every rank together.
 
     Args:
-        emit: records an event: kind, step, fields.
+        run: whose catalogs are read, and whose generation is claimed.
+        keeping: the node's keeper, for what memory holds.
     """
 
     def __init__(
-        self, state: TrainState, group: RankGroup, allow: Allowances, emit: Callable[..., None]
+        self, state: TrainState, group: RankGroup, allow: Allowances, run: Run, keeping: Keeping
     ) -> None:
         self._state = state
         self._group = group
         self._allow = allow
-        self._emit = emit
+        self._run = run
+        self._keeping = keeping
+        self._emit = run.emit
+
+    def start(
+        self, *, step: int | None, source: str | None, parts: frozenset[str]
+    ) -> tuple[int, Restored | None]:
+        """Restore from this run, else from `source`, and become the next generation. See `Checkpointer.restore`.
+
+        A restore of chosen parts does not claim yet: it may be an evaluation beside the running training.
+
+        Returns:
+            The step to go on from, and what was restored.
+        """
+        is_whole = parts == frozenset(PARTS)
+        held, slots = self._keeping.inventory(), self._keeping.slots
+        own_step = step if source is None else None
+        found = self.restore(self._run.catalogs, held, slots, step=own_step, parts=parts)
+        origin: str | None = None
+        if found is None and source is not None:
+            origin = source
+            found = self.restore([Catalog(open_backend(source))], (), None, step=step, parts=parts)
+        if found is None and (step is not None or source is not None):
+            which = f" at step {step}" if step is not None else ""
+            where = origin or ", ".join(self._run.durable_urls)
+            raise MissingCopyError(f"nothing to restore{which} in {where}", step=step)
+        self._run.is_restored = True
+        first_step = 0
+        if found is not None:
+            place = found.candidate
+            self._run.parent = Parent(step=place.step, generation=place.generation, source=origin)
+            first_step = 0 if origin is not None and not is_whole else place.step
+        if found is None or is_whole:
+            self._run.claim()
+        if found is not None and self._state.data is not None and "data" not in parts:
+            self._state.data.rebase(first_step)
+        return first_step, found
 
     def restore(
         self,

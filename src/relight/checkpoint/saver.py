@@ -21,9 +21,10 @@ from relight.checkpoint.cadence import SavePace
 from relight.checkpoint.group import RankGroup
 from relight.checkpoint.keeping import Keeping
 from relight.checkpoint.outcomes import Outcomes
+from relight.checkpoint.overlap import Overlap
 from relight.checkpoint.save_job import Outcome, SaveJob, check_votes, compared_digests, vote
 from relight.checkpoint.save_plan import SavePlan, plan_save
-from relight.checkpoint.snapshot import Partition, Snapshot, partition
+from relight.checkpoint.snapshot import Snapshot
 from relight.checkpoint.state import StateTable, TrainState
 from relight.clock import Clock
 from relight.errors import ConfigError, RelightError, RetryableError, StopError
@@ -37,7 +38,6 @@ log = logging.getLogger("relight.checkpoint")
 
 _IDLE_SECONDS = 0.2
 _ACQUIRE_SECONDS = 0.2
-_MAX_TEARS = 2
 _WAIT_FOR_SLOT_SECONDS = 600.0
 # Long enough for the loops of small models to keep every save, short against what a busy disk would cost.
 _PATIENCE_SECONDS = 0.25
@@ -75,9 +75,7 @@ class Saver:
         self._ready: tuple[int, ArenaSlot] | None = None
         self._wanted_bytes = 0
         self._current: SaveJob | None = None
-        self._tear_counts: dict[str, int] = {}
-        self._partition: tuple[Any, Partition] | None = None
-        self._force_blocking = False
+        self._overlap = Overlap()
         self._sealed_at: dict[int, float] = {}
         self.outcomes = Outcomes()
         self.generation = generation
@@ -126,14 +124,13 @@ class Saver:
             snapshot=None,
             slot=slot,
             slot_index=index,
-            is_blocking=blocking or self._force_blocking,
+            is_blocking=self._overlap.take_block() or blocking,
             schedule_counts=self._state.schedule_counts(),
             digests=compared_digests(table) if self._group.world_size > 1 else {},
         )
         self.outcomes.settle(step, "pending")
         if slot is not None:
             self._start_snapshot(job, slot, guards)
-        self._force_blocking = False
         self._current = job
         self._jobs.put(job)
         if job.is_blocking or job.snapshot is None or not job.snapshot.is_overlapped:
@@ -182,7 +179,7 @@ class Saver:
 
     def _start_snapshot(self, job: SaveJob, slot: ArenaSlot, guards: Callable[[int], bool]) -> None:
         can = () if job.is_blocking else tuple(guards(at) for at in range(len(self._state.optimizers)))
-        parts = self._partition_for(job, can)
+        parts = self._overlap.parts(job.plan, job.table, can)
         slot.begin(
             step=job.step,
             generation=self.generation.generation,
@@ -193,19 +190,6 @@ class Saver:
         )
         job.snapshot = Snapshot(slot, job.plan, job.table, parts, seed=job.step)
         job.snapshot.start()
-
-    def _partition_for(self, job: SaveJob, can: tuple[bool, ...]) -> Partition:
-        """Return which entries may be overlapped: seen to be guarded by their optimizer, and not torn twice."""
-        key = (id(job.plan), can, sum(self._tear_counts.values()), job.table.owners)
-        if self._partition is None or self._partition[0] != key:
-            owners, keys, tears = job.table.owners, job.table.keys, self._tear_counts
-
-            def overlapped(at: int) -> bool:
-                owner = owners[at]
-                return bool(can) and owner is not None and can[owner] and tears.get(keys[at], 0) < _MAX_TEARS
-
-            self._partition = (key, partition(job.plan, job.table, overlapped))
-        return self._partition[1]
 
     def _take_slot(self, image_bytes: int, *, wait: bool) -> tuple[int, ArenaSlot | None]:
         with self.outcomes.changed:
@@ -339,9 +323,7 @@ class Saver:
             self._emit("replicas_differ", job.step, keys=list(job.replicas_differ))
 
     def _drop_torn(self, job: SaveJob, torn: list[str]) -> None:
-        for key in torn:
-            self._tear_counts[key] = self._tear_counts.get(key, 0) + 1
-        self._force_blocking = True
+        self._overlap.note_torn(torn)
         self._emit("save_torn", job.step, tensors=torn[:20], num_tensors=len(torn))
         log.warning(
             "relight: step %d was changed while it was copied (%s); snapshot dropped", job.step, torn[0]

@@ -1,4 +1,4 @@
-"""How a process ends: signal handlers that leave the user's own in place, and an exit code when the last save is lost."""
+"""How a process ends: signal handlers that leave the user's own in place, and a failing exit code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def leave_with_failure() -> NoReturn:
 
     The handlers that are still to come run first.
     """
-    atexit._run_exitfuncs()
+    atexit._run_exitfuncs()  # noqa: SLF001 - the public way would need to end this handler first
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()

@@ -73,12 +73,14 @@ class TierPlan(_Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
         every: of the checkpoints that are sealed, drain each `every`-th; the first one always.
         keep: how many checkpoints stay.
         keep_every: steps divisible by it stay, beside the newest `keep`.
+        bandwidth: limit for writing in bytes per second; None for no limit.
     """
 
     url: str
     every: int = 1
     keep: int = 3
     keep_every: int | None = None
+    bandwidth: float | None = None
 
 
 class AttachRequest(_Message, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -29,10 +29,10 @@ class TierStore:
 class TierStores:
     """Opens each tier once; safe from any thread."""
 
-    def __init__(self, open_tier: Callable[[str], StorageBackend] = open_backend) -> None:
+    def __init__(self, open_tier: Callable[[str], StorageBackend] | None = None) -> None:
         self._open_tier = open_tier
         self._lock = threading.Lock()
-        self._opened: dict[str, Catalog] = {}
+        self._opened: dict[tuple[str, float | None], Catalog] = {}
 
     def open(self, plan: TierPlan) -> TierStore:
         """Return the store of `plan`.
@@ -41,6 +41,12 @@ class TierStores:
             ConfigError: no backend for its URL.
         """
         with self._lock:
-            if plan.url not in self._opened:
-                self._opened[plan.url] = Catalog(self._open_tier(plan.url))
-            return TierStore(plan=plan, catalog=self._opened[plan.url])
+            key = (plan.url, plan.bandwidth)
+            if key not in self._opened:
+                self._opened[key] = Catalog(self._backend(plan))
+            return TierStore(plan=plan, catalog=self._opened[key])
+
+    def _backend(self, plan: TierPlan) -> StorageBackend:
+        if self._open_tier is not None:
+            return self._open_tier(plan.url)
+        return open_backend(plan.url, bandwidth=plan.bandwidth)

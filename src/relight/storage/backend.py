@@ -74,15 +74,20 @@ class StorageBackend(Protocol):
         ...
 
 
-def open_backend(url: str) -> StorageBackend:
+def open_backend(url: str, *, bandwidth: float | None = None) -> StorageBackend:
     """Return the backend for `url`: a path or ``file:///path`` gives local files.
+
+    Args:
+        url: where the files are.
+        bandwidth: limit for writing in bytes per second; None for no limit.
 
     Raises:
         ConfigError: the scheme is not known.
     """
     from relight.storage.local import LocalBackend, local_path
+    from relight.storage.pacing import PacedFiles
 
     scheme, separator, _ = url.partition("://")
     if not separator or scheme == "file":
-        return LocalBackend(local_path(url))
+        return LocalBackend(local_path(url), PacedFiles(bandwidth) if bandwidth is not None else None)
     raise ConfigError(f"no storage backend for {url!r}: use a path or file:///path", tier=url)

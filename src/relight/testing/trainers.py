@@ -26,7 +26,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from relight import stages
 
@@ -133,14 +133,14 @@ def _become_fresh(request: dict[str, Any]) -> None:
 
 
 def _join_ranks() -> None:
-    import datetime
+    from datetime import timedelta
 
     import torch.distributed as dist
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size > 1:
-        store = dist.FileStore(os.environ[_STORE], world_size)
-        timeout = datetime.timedelta(seconds=_RANKS_SECONDS)
+        store = dist.FileStore(os.environ[_STORE], world_size)  # type: ignore[attr-defined]
+        timeout = timedelta(seconds=_RANKS_SECONDS)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
@@ -163,7 +163,7 @@ def _live(request: dict[str, Any]) -> NoReturn:
         with suppress(Exception):
             # As in an interpreter's shutdown: threads first, then what was registered.
             threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
-        atexit._run_exitfuncs()
+        atexit._run_exitfuncs()  # noqa: SLF001
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -297,7 +297,7 @@ class Trainers:
             self.close()
             raise RuntimeError(f"the server of trainers cannot fork safely: {ready}")
 
-    def __enter__(self) -> Trainers:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -319,6 +319,7 @@ class Trainers:
             output: file for what is printed; ranks above 0 get ``.rank-N`` appended.
             kwargs: JSON values.
             env: environment variables on top of the server's.
+            world_size: number of processes.
         """
         name = target if isinstance(target, str) else f"{target.__module__}:{target.__qualname__}"
         store = output.with_name(f"{output.name}.store")
