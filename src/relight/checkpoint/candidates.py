@@ -54,16 +54,23 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_candidates(
-    catalogs: Sequence[Catalog], held: Sequence[HeldSnapshot], *, step: int | None
+    catalogs: Sequence[Catalog],
+    held: Sequence[HeldSnapshot],
+    *,
+    step: int | None,
+    on_problem: Callable[[str], None] = lambda _: None,
 ) -> list[Candidate]:
     """Return what can be restored, newest first; with `step` only that one, replicas that differ or not.
 
-    Memory counts only for what the newest generation builds on, like any committed step.
+    Memory counts only for what the newest generation builds on, like any committed step. What cannot be read on a
+    tier is told to `on_problem`: a step that is passed over for it must not go unnoticed.
     """
     found: dict[tuple[int, int], Candidate] = {}
     surveys: list[Inventory] = []
     for at, catalog in enumerate(catalogs):
         surveys.append(catalog.survey())
+        for problem in surveys[-1].problems:
+            on_problem(f"{catalog.backend.url}: {problem.message}")
         for info in surveys[-1].checkpoints:
             if not info.on_lineage or (info.replicas_differ and step is None):
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -102,7 +103,9 @@ class Restorer:
         Raises:
             StateMismatchError, SettingsChangedError: saved and live state differ; nothing was changed.
         """
-        listed = list_candidates(catalogs, held, step=step) if self._group.rank == 0 else []
+        listed = []
+        if self._group.rank == 0:
+            listed = list_candidates(catalogs, held, step=step, on_problem=partial(self._bad_copy, step))
         told = self._group.gather(msgspec.to_builtins(listed))[0]
         candidates = msgspec.convert(told, list[Candidate])
         results: list[Restored] = []
@@ -137,9 +140,12 @@ class Restorer:
             for text in matching.allowed:
                 self._emit("mismatch_allowed", candidate.step, what=text)
             for text in opened.bad_copies():
-                self._emit("copy_bad", candidate.step, what=text)
-                log.warning("relight: bad copy passed over: %s", text)
+                self._bad_copy(candidate.step, text)
             return Restored(candidate, opened.place(), opened.bytes_read)
+
+    def _bad_copy(self, step: int | None, text: str) -> None:
+        self._emit("copy_bad", step, what=text)
+        log.warning("relight: bad copy passed over: %s", text)
 
     def _skipped(self, candidate: Candidate, reason: str) -> None:
         self._emit("candidate_skipped", candidate.step, reason=reason)

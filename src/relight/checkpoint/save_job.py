@@ -34,6 +34,7 @@ class SaveJob:
         digests: of everything that must be equal on all ranks, by name.
         schedule: schedulers and parameter groups as they are at release, if they moved after the call.
         copied: the live tensors are no longer needed.
+        is_sealed: the slot is sealed; whatever happens now, the keeper that finds it stores it.
         released: the training loop has come far enough for the snapshot to be sealed.
         done: sealed, dropped or failed.
     """
@@ -50,6 +51,7 @@ class SaveJob:
     digests: dict[str, str] = field(default_factory=dict)
     replicas_differ: tuple[str, ...] = ()
     outcome: Outcome = "pending"
+    is_sealed: bool = False
     message: str = ""
     stall_seconds: float = 0.0
     schedule: dict[str, Any] | None = None

@@ -27,7 +27,7 @@ from relight.checkpoint.save_plan import SavePlan, plan_save
 from relight.checkpoint.snapshot import Snapshot
 from relight.checkpoint.state import StateTable, TrainState
 from relight.clock import Clock
-from relight.errors import ConfigError, RelightError, RetryableError, StopError
+from relight.errors import ConfigError, RelightError, StopError, StorageFullError
 from relight.keeper.arena import ArenaSlot
 from relight.manifest.manifest import Generation, RecordDraft
 from relight.stages import reached
@@ -245,7 +245,7 @@ class Saver:
 
     def _failed(self, error: RelightError, job: SaveJob | None) -> None:
         # The mistake itself comes first: whoever waits for the step must be told of it, not of "failed".
-        if isinstance(error, ConfigError | StopError) or not isinstance(error, RetryableError):
+        if isinstance(error, ConfigError | StopError):
             self.outcomes.fail(error)
             self._pace.give_up()
         if job is not None:
@@ -305,7 +305,13 @@ class Saver:
             local=job.plan.local,
             replicas_differ=job.replicas_differ,
         )
-        slot.seal(msgspec.json.encode(draft), sealed_at=self._clock.now())
+        try:
+            slot.seal(msgspec.json.encode(draft), sealed_at=self._clock.now())
+        except OSError as error:
+            raise StorageFullError(
+                f"{slot.path}: no room for the record of step {job.step}: {error}"
+            ) from error
+        job.is_sealed = True
         self._keeping.seal(job.slot_index)
         reached("saver.sealed")
         self._pace.learn(stall_seconds=job.stall_seconds)
@@ -338,7 +344,7 @@ class Saver:
 
     def _give_back(self, job: SaveJob) -> None:
         """Keep a slot whose snapshot was dropped for the next save; nothing readable is left in it."""
-        if job.slot is not None and job.outcome != "sealed":
+        if job.slot is not None and not job.is_sealed:
             job.slot.free()
             with self.outcomes.changed:
                 self._ready = (job.slot_index, job.slot)

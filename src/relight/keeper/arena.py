@@ -226,8 +226,8 @@ class ArenaSlot:
         self, *, step: int, generation: int, rank: int, world_size: int, image_bytes: int, run: str = ""
     ) -> None:
         """Take the slot for a new snapshot of `run`; whatever it held is gone from here on."""
-        self._set_state(SlotState.WRITING)
-        reached("slot.writing")
+        # Not WRITING before the page says whose: with a dead owner's number the keeper would free it.
+        self._set_state(SlotState.FREE)
         values = (
             step,
             generation,
@@ -242,6 +242,7 @@ class ArenaSlot:
             0.0,
         )
         self._write_control(SlotState.WRITING, values)
+        reached("slot.writing")
 
     def seal(self, draft: bytes, *, sealed_at: float) -> None:
         """Make the snapshot readable: store the record draft, then the state, which is the last byte to change."""

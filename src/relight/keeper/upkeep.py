@@ -42,7 +42,8 @@ class Upkeep:
             if control is None:
                 self._remove_broken(slot)
             elif control.state is SlotState.WRITING:
-                if not self._roster.is_owned(slot, control.owner_pid):
+                # One that is lent may be sealed between our look and the word FREE.
+                if not (self._roster.is_leased(slot) or self._roster.is_owned(slot, control.owner_pid)):
                     self._slots.free(slot)
             elif control.state is not SlotState.FREE:
                 with suppress(CopyError):
