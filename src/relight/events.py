@@ -113,7 +113,7 @@ class EventLog:
 
 
 def read_events(folder: Path) -> Iterator[Event]:
-    """Yield the events of every ``*.jsonl`` file in `folder`, file by file; a last line that was cut short is left out."""
+    """Yield the events of every ``*.jsonl`` file in `folder`, file by file; a last line cut short is left out."""
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_bytes().splitlines(keepends=True):
             if line.endswith(b"\n"):

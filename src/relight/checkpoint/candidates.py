@@ -20,12 +20,13 @@ from relight.checkpoint.format import ImageEntry
 from relight.checkpoint.group import RankGroup
 from relight.checkpoint.matching import SavedState
 from relight.checkpoint.slot_pool import SlotPool
-from relight.checkpoint.transfer import Image, ImageCopy, LoadPlan, SlotCopy, StoredCopy
+from relight.checkpoint.transfer import Image, ImageCopy, LoadPlan, Move, SlotCopy, StoredCopy
 from relight.errors import ConfigError, CopyError, CorruptionError, MissingCopyError, RetryableError
 from relight.keeper.arena import ArenaSlot, run_digest, slot_path
 from relight.keeper.messages import HeldSnapshot
 from relight.manifest.catalog import Catalog, Inventory
 from relight.manifest.manifest import (
+    BLOCK_BYTES,
     PER_RANK,
     IndexEntry,
     Manifest,
@@ -148,16 +149,20 @@ class Checkpoint:
     def bad_copies(self) -> list[str]:
         """Return every bad copy that was met and worked around, as text."""
         bad = [block for image in self._images.values() for block in image.bad]
-        return self._bad_places + [f"{block.place}: block {block.block}: {block.reason}" for block in bad]
+        texts = [f"{block.place}: block {block.block}: {block.reason}" for block in bad]
+        return list(dict.fromkeys([*self._bad_places, *texts]))
 
     def place(self) -> str:
         """Return "ram" or the URL of the nearest tier."""
         return "ram" if self.candidate.in_memory else self.catalogs[self.candidate.tiers[0]].backend.url
 
     def _fetch(self, wanted: list[tuple[str, torch.Tensor]], source: int) -> None:
+        """Fill the wanted tensors. Written for many small ones: no call per tensor where none is needed."""
         plan = LoadPlan()
         index = self._index
         images: dict[int, tuple[Image, dict[str, ImageEntry], int]] = {}
+        place: tuple[int, int] | None = None
+        append = list[Move]().append
         for key, tensor in wanted:
             entry = index.get(key)
             home = source if entry is None or entry.home == PER_RANK else entry.home
@@ -169,10 +174,23 @@ class Checkpoint:
                 images[home] = (opened, opened.entries(), opened.data_start)
             image, entries, base = images[home]
             stored = entries.get(key)
-            if stored is None or stored.num_bytes != tensor.nbytes:
+            start, stop = stored.data_offsets if stored is not None else (0, -1)
+            if stop - start != tensor.nbytes:
                 raise _not_as_indexed(image, key, tensor.nbytes)
-            start, stop = stored.data_offsets
-            plan.add(image, base + start, base + stop, tensor)
+            start += base
+            stop += base
+            block = start // BLOCK_BYTES
+            if (
+                block == (stop - 1) // BLOCK_BYTES
+                and tensor.is_cpu
+                and tensor.is_contiguous()
+                and not tensor.is_conj()
+            ):
+                if place != (home, block):
+                    place, append = (home, block), plan.moves(image, block).append
+                append((start - block * BLOCK_BYTES, stop - start, tensor.data_ptr(), None))
+            else:
+                plan.add(image, start, stop, tensor)
         self.bytes_read += plan.run()
 
     def _add_pieces(self, plan: LoadPlan, entry: IndexEntry, tensor: torch.Tensor) -> None:

@@ -52,6 +52,7 @@ class Keeping:
         self._keep_best = keep_best
         self._on_restart = on_restart
         self._attached: AttachRequest | None = None
+        self._holding: set[int] = set()
         self.client = self._ensure()
         self.slots = SlotPool(self.folder, rank, num_slots=num_slots, budget_bytes=budget_bytes, cuda=cuda)
 
@@ -71,21 +72,26 @@ class Keeping:
 
     def acquire(self, capacity_bytes: int, *, timeout_seconds: float) -> int | None:
         """Return the index of a slot that may be written now, or None if none is free yet."""
-        return self._asked(
+        index = self._asked(
             lambda client: client.acquire(
                 self.rank,
                 timeout_seconds=timeout_seconds,
                 num_slots=self._num_slots,
                 capacity_bytes=capacity_bytes,
+                holding=tuple(self._holding),
             )
         )
+        if index is not None:
+            self._holding.add(index)
+        return index
 
     def release(self, index: int) -> None:
-        """Give an acquired slot back unused."""
-        self._asked(lambda client: client.release(self.rank, index))
+        """Give an acquired slot back unused; the keeper hears it with the next `acquire`."""
+        self._holding.discard(index)
 
     def seal(self, index: int) -> None:
         """Hand a sealed slot over; a keeper that died meanwhile is started again and finds the slot by itself."""
+        self._holding.discard(index)
         self._asked(lambda client: client.seal(self.rank, index))
 
     def look(self, step: int) -> WaitReply:

@@ -123,11 +123,13 @@ class Matching:
             self.match_rng()
 
     def _match_model_names(self) -> None:
-        saved = {key.partition("/")[0] for key in self.saved.specs}
-        live = {part_key("model", name) for name in self.state.models}
-        for key in sorted(saved - live):
-            if key.partition(".")[0] == "model":
-                self.differ("extra", key, "a model in the checkpoint, not in the train state")
+        models = tuple(f"{part_key('model', name)}/" for name in self.state.models)
+        others = ("optimizer", "scheduler", "scaler", "extra", "data")
+        strange = {
+            key.partition("/")[0] for key in self.saved.specs if not key.startswith((*models, *others))
+        }
+        for key in sorted(strange):
+            self.differ("extra", key, "a model in the checkpoint, not in the train state")
 
     def match_settings(self) -> None:
         """Compare the settings that shape the trajectory.

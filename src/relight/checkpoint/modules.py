@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -12,7 +13,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from relight.errors import StateMismatchError
 
-__all__ = ["ModuleTensors", "extra_states", "module_tensors"]
+__all__ = ["ModuleTensors", "ModuleView", "extra_states", "module_tensors"]
 
 # Names that torch's own wrappers give to what they wrap; a trailing underscore-name cannot clash with user names
 # by accident, and "module" is only dropped below the two wrapper classes that use it.
@@ -92,6 +93,40 @@ def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
         yield from _walk(child, prefix if dropped else f"{prefix}{name}.")
 
 
-def is_replicated_by_wrapper(module: nn.Module) -> bool:
-    """Return whether `module` is DistributedDataParallel, which keeps its parameters equal on all ranks."""
-    return isinstance(module, DistributedDataParallel)
+class ModuleView:
+    """A module whose tensors are looked up again and again: the walk is done once, and again when it must be.
+
+    Looking up costs a fraction of the walk. Every place that a tensor or a submodule came from is looked at anew, so
+    a replaced, added or removed one is seen.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._walk_again()
+
+    def tensors(self) -> ModuleTensors:
+        """Return the tensors by canonical name, as `module_tensors` would; the caller must not change the result."""
+        if not self._is_current():
+            self._walk_again()
+        return self._found
+
+    def extra_states(self) -> list[tuple[str, nn.Module]]:
+        """Return what `extra_states` yields, as of the last `tensors`."""
+        return self._extra_states
+
+    def _walk_again(self) -> None:
+        self._extra_states = list(extra_states(self.module))
+        self._found = module_tensors(self.module)
+        owners = [owner for _, owner in _walk(self.module, "")]
+        tables = [(owner._parameters, owner._buffers, owner._modules) for owner in owners]
+        self._tables = [table for three in tables for table in three]
+        self._contents = [list(table.values()) for table in self._tables]
+        self._persistence = [
+            (owner, len(owner._non_persistent_buffers_set)) for owner in owners if owner._buffers
+        ]
+
+    def _is_current(self) -> bool:
+        for table, seen in zip(self._tables, self._contents, strict=True):
+            if len(table) != len(seen) or not all(map(operator.is_, table.values(), seen)):
+                return False
+        return all(len(owner._non_persistent_buffers_set) == num for owner, num in self._persistence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ class OptimizerView:
         self.optimizer = optimizer
         self.prefix = prefix
         self._names: dict[int, str] = dict(names)
+        self._cache: _StateCache | None = None
         self._name_parameters()
 
     def _name_parameters(self) -> None:
@@ -52,24 +54,42 @@ class OptimizerView:
         return {self._names[id(p)]: p for group in self.optimizer.param_groups for p in group[_PARAMS]}
 
     def tensors(self) -> tuple[list[str], list[torch.Tensor], bool]:
-        """Return the keys and tensors of the state, and whether every value in it is a plain tensor."""
+        """Return the keys and tensors of the state, and whether every value in it is a plain tensor.
+
+        The keys are worked out once and again when the state has grown, shrunk or been replaced.
+        """
+        tables = list(self.optimizer.state.values())
+        sizes = list(map(len, tables))
+        if self._cache is not None:
+            keys, places, seen, seen_sizes = self._cache
+            if sizes == seen_sizes and all(map(operator.is_, tables, seen)):
+                try:
+                    values = [table[key] for table, key in places]
+                except KeyError:
+                    values = []
+                if len(values) == len(keys) and all(map(_is_tensor, values)):
+                    return keys, values, True
+        return self._walk_state(tables, sizes)
+
+    def _walk_state(
+        self, tables: list[dict[Any, Any]], sizes: list[int]
+    ) -> tuple[list[str], list[torch.Tensor], bool]:
         keys: list[str] = []
-        values: list[torch.Tensor] = []
+        places: list[tuple[dict[Any, Any], Any]] = []
         is_plain = True
-        state = self.optimizer.state
-        for parameter, entries in state.items():
+        for parameter, entries in self.optimizer.state.items():
             name = self._names.get(id(parameter)) if isinstance(parameter, torch.Tensor) else None
             if name is None or not isinstance(entries, dict):
                 is_plain = False
                 continue
-            base = f"{self.prefix}{name}/"
             for key, value in entries.items():
-                if isinstance(value, torch.Tensor) and isinstance(key, str):
-                    keys.append(base + key)
-                    values.append(value)
+                if _is_tensor(value) and isinstance(key, str):
+                    keys.append(f"{self.prefix}{name}/{key}")
+                    places.append((entries, key))
                 else:
                     is_plain = False
-        return keys, values, is_plain
+        self._cache = (keys, places, tables, sizes) if is_plain else None
+        return keys, [table[key] for table, key in places], is_plain
 
     def encode_state(self, sink: context.TensorSink) -> Any:
         """Return the structure of the whole state as typed JSON; tensors go to `sink` under their key."""
@@ -191,6 +211,14 @@ def _by_value(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return _TensorOption.of(value)
     return value
+
+
+_StateCache = tuple[list[str], list[tuple[dict[Any, Any], Any]], list[dict[Any, Any]], list[int]]
+"""Keys, where each tensor is, the dict of each parameter, and their sizes."""
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 class _TensorOption:

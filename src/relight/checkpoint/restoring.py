@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -150,3 +152,15 @@ class Restorer:
     def _skipped(self, candidate: Candidate, reason: str) -> None:
         self._emit("candidate_skipped", candidate.step, reason=reason)
         log.warning("relight: step %d cannot be restored, trying an older one: %s", candidate.step, reason)
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Keep the garbage collector from running: the index of many tensors sets it off, and torch is long to walk."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -44,11 +44,6 @@ class LocalEntry:
     start_bytes: int
     num_bytes: int
 
-    @property
-    def run(self) -> tuple[int, int, int]:
-        """The three byte counts at once."""
-        return self.offset_bytes, self.start_bytes, self.num_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:

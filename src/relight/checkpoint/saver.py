@@ -162,6 +162,15 @@ class Saver:
         job.released.set()
         return job
 
+    def note_lost(self, step: int, message: str) -> None:
+        """Record that the keeper could not store `step`; from any thread, once for each step."""
+        with self.outcomes.changed:
+            if step in self.outcomes.steps("failed"):
+                return
+            self.outcomes.settle(step, "failed", message)
+        self._emit("save_failed", step, error=message)
+        log.warning("relight: step %d could not be stored: %s", step, message)
+
     def decide(self, step: int) -> None:
         """Have all ranks hear rank 0's decision on the next save; in the background. Call on every rank."""
         self._jobs.put(("decide", step))
@@ -369,10 +378,17 @@ class Saver:
         if ready is not None:
             self._keeping.release(ready[0])
         index = self._keeping.acquire(wanted, timeout_seconds=_ACQUIRE_SECONDS)
-        slot = self._keeping.slots.prepare(index, wanted) if index is not None else None
+        slot = self._prepared(index, wanted) if index is not None else None
         with self.outcomes.changed:
             self._ready = (index, slot) if index is not None and slot is not None else None
             self.outcomes.changed.notify_all()
+
+    def _prepared(self, index: int, image_bytes: int) -> ArenaSlot:
+        try:
+            return self._keeping.slots.prepare(index, image_bytes)
+        except BaseException:
+            self._keeping.release(index)
+            raise
 
     def _idle(self) -> None:
         self._acquire()
@@ -388,6 +404,4 @@ class Saver:
                 self._pace.learn(drain_seconds=seconds)
                 self._emit("save_committed", step, seconds=seconds)
             elif reply.state == "failed":
-                self.outcomes.settle(step, "failed", reply.message or "")
-                self._emit("save_failed", step, error=reply.message or "")
-                log.warning("relight: step %d could not be stored: %s", step, reply.message)
+                self.note_lost(step, reply.message or "")

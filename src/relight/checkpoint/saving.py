@@ -123,6 +123,8 @@ class Saving:
             if reply.state in ("committed", "verified"):
                 return
             reached, message = reply.state, reply.message or ""
+            if reached == "failed":
+                saver.note_lost(wanted, message)
         self._raise_grave()
         if reached in _NOT_YET:
             raise WaitTimeoutError(f"step {wanted} is not durable yet ({reached})", step=wanted, tier=tier)

@@ -113,16 +113,16 @@ class HostCopy:
         """Take a few bytes of up to `MAX_SAMPLES` tensors, at places that move on with the seed."""
         num = len(self._entries)
         stride = -(-num // MAX_SAMPLES)
+        seed = self._seed * _SAMPLE_PRIME
         samples = []
         for at in range(self._seed % stride, num, stride):
-            offset_bytes, start_bytes, num_bytes = self._entries[at].run
-            tensor = self._tensors[at]
-            if num_bytes == 0 or not tensor.is_contiguous():
-                continue
-            size = min(SAMPLE_BYTES, num_bytes)
-            place = (self._seed * _SAMPLE_PRIME + at * size) % (num_bytes - size + 1)
-            seen = ctypes.string_at(tensor.data_ptr() + start_bytes + place, size)
-            samples.append((at, offset_bytes + place, seen))
+            entry, tensor = self._entries[at], self._tensors[at]
+            num_bytes = entry.num_bytes
+            if num_bytes and tensor.is_contiguous():
+                size = min(num_bytes, SAMPLE_BYTES)
+                place = (seed + at * size) % (num_bytes - size + 1)
+                seen = ctypes.string_at(tensor.data_ptr() + entry.start_bytes + place, size)
+                samples.append((at, entry.offset_bytes + place, seen))
         return samples
 
     def _compare(self) -> list[int]:

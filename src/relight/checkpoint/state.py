@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from relight.checkpoint import context, rng
 from relight.checkpoint.data import DataPart, attach_data
-from relight.checkpoint.modules import ModuleTensors, extra_states, module_tensors
+from relight.checkpoint.modules import ModuleTensors, ModuleView, extra_states, module_tensors
 from relight.checkpoint.optimizers import OptimizerView
 from relight.checkpoint.values import PerRank, capture_value, is_module
 from relight.errors import ConfigError
@@ -128,8 +128,9 @@ class TrainState:
         self.data: DataPart | None = None
         self._overlapped: set[str] = set()
         self._views: dict[str, OptimizerView] = {}
+        self._module_views: dict[int, ModuleView] = {}
         self._late: Any = None
-        self._plain_cache: dict[str, tuple[list[str], Any]] = {}
+        self._plain_cache: dict[str, tuple[list[str], tuple[Any, list[str]]]] = {}
         for name in self.extra:
             _check_extra_name(name)
         for name in self.optimizers:
@@ -249,7 +250,8 @@ class TrainState:
                 yield f"extra.{name}", value, name in self._overlapped
 
     def _collect_module(self, table: StateTable, key: str, module: nn.Module, *, is_owned: bool) -> None:
-        found = module_tensors(module)
+        view = self._module_view(module)
+        found = view.tensors()
         owners = self._owners()
         is_declared = key.startswith("extra.") and is_owned
         for name, tensor in found.parameters.items():
@@ -261,7 +263,7 @@ class TrainState:
                 f"{key}/{name}", tensor, per_rank=True, owner=0 if is_declared and self.optimizers else None
             )
         table.aliases.update({f"{key}/{name}": f"{key}/{first}" for name, first in found.aliases.items()})
-        for prefix, owner_module in extra_states(module):
+        for prefix, owner_module in view.extra_states():
             path = f"{key}/{prefix}/_extra_state/"
             table.parts[path] = context.encode(
                 owner_module.get_extra_state(), path=path, tensors=table.sink()
@@ -278,19 +280,25 @@ class TrainState:
                 table.tensors += tensors
                 table.is_per_rank += [False] * len(keys)
                 table.owners += [at] * len(keys)
-                encoded = cached[1]
+                encoded, on_host = cached[1]
             else:
                 start = len(table.keys)
-                encoded = view.encode_state(table.sink(owner=at))
+                encoded, on_host = view.encode_state(table.sink(owner=at)), view.host_keys()
                 if is_plain and table.keys[start:] == keys:
-                    self._plain_cache[key] = (keys, encoded)
+                    self._plain_cache[key] = (keys, (encoded, on_host))
             table.parts[key] = {
                 "class": type(self.optimizers[name]).__qualname__,
                 "groups": view.encode_groups(),
                 "state": encoded,
-                "on_host": view.host_keys(),
+                "on_host": on_host,
             }
             table.compared[key] = table.parts[key]["groups"]
+
+    def _module_view(self, module: nn.Module) -> ModuleView:
+        view = self._module_views.get(id(module))
+        if view is None or view.module is not module:
+            view = self._module_views[id(module)] = ModuleView(module)
+        return view
 
     def _owners(self) -> dict[int, int]:
         return {

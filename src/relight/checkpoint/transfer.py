@@ -23,7 +23,7 @@ from relight.keeper.arena import ArenaSlot
 from relight.manifest.manifest import BLOCK_BYTES
 from relight.storage.backend import StorageBackend
 
-__all__ = ["BadBlock", "Image", "ImageCopy", "LoadPlan", "SlotCopy", "StoredCopy"]
+__all__ = ["BadBlock", "Image", "ImageCopy", "LoadPlan", "Move", "SlotCopy", "StoredCopy"]
 
 MAPPED_THREADS = 2
 READ_THREADS = 3
@@ -191,7 +191,7 @@ class _Staging:
                 self.host = None
 
 
-_Move = tuple[int, int, int, _Staging | None]
+Move = tuple[int, int, int, _Staging | None]
 """Offset in the block, bytes, and the address to go to (or, with a staging, the offset in it)."""
 
 
@@ -199,8 +199,16 @@ class LoadPlan:
     """Which bytes of which images go where, block by block; blocks that nothing needs are not read."""
 
     def __init__(self) -> None:
-        self._blocks: dict[tuple[int, int], tuple[Image, int, list[_Move]]] = {}
+        self._blocks: dict[tuple[int, int], tuple[Image, int, list[Move]]] = {}
         self._stagings: dict[int, _Staging] = {}
+
+    def moves(self, image: Image, index: int) -> list[Move]:
+        """Return the list of moves out of block `index` of `image`, to add to."""
+        key = (id(image), index)
+        block = self._blocks.get(key)
+        if block is None:
+            block = self._blocks[key] = (image, index, [])
+        return block[2]
 
     def add(self, image: Image, start: int, stop: int, tensor: torch.Tensor, start_bytes: int = 0) -> None:
         """Fill `tensor` from bytes [start, stop) of `image`, beginning `start_bytes` into its contiguous order."""
@@ -217,11 +225,7 @@ class LoadPlan:
         while start < stop:
             border = (index + 1) * BLOCK_BYTES
             end = min(border, stop)
-            key = (id(image), index)
-            block = self._blocks.get(key)
-            if block is None:
-                block = self._blocks[key] = (image, index, [])
-            block[2].append((start - border + BLOCK_BYTES, end - start, address, staging))
+            self.moves(image, index).append((start - border + BLOCK_BYTES, end - start, address, staging))
             address += end - start
             start = end
             index += 1
@@ -264,7 +268,7 @@ class _Work:
 
     def __init__(
         self,
-        blocks: list[tuple[Image, int, list[_Move]]],
+        blocks: list[tuple[Image, int, list[Move]]],
         *,
         is_mapped: bool,
         on_bytes: Callable[[int], None] | None,
@@ -294,7 +298,7 @@ class _Work:
                     self._on_bytes(num_bytes)
 
 
-def _handle(image: Image, index: int, moves: list[_Move], bounce: memoryview | None) -> int:
+def _handle(image: Image, index: int, moves: list[Move], bounce: memoryview | None) -> int:
     data = image.verified_block(index, bounce)
     base = ctypes.addressof(ctypes.c_char.from_buffer(data))
     move = ctypes.memmove

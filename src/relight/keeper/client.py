@@ -121,14 +121,25 @@ class KeeperClient:
         return self._post("/attach", request, AttachReply)
 
     def acquire(
-        self, rank: int, *, timeout_seconds: float, num_slots: int = 2, capacity_bytes: int | None = None
+        self,
+        rank: int,
+        *,
+        timeout_seconds: float,
+        num_slots: int = 2,
+        capacity_bytes: int | None = None,
+        holding: tuple[int, ...] | None = None,
     ) -> int | None:
         """Return the index of a slot that `rank` may write to, or None if none became free within `timeout_seconds`.
 
-        The slot stays the rank's until it is sealed or released, or the process ends.
+        The slot stays the rank's until it is sealed or released, or the process ends. What was lent to this rank
+        beyond `holding` is taken back first: the keeper may have died, or the answer got lost, after it was lent.
         """
         request = AcquireRequest(
-            rank=rank, timeout_seconds=timeout_seconds, num_slots=num_slots, capacity_bytes=capacity_bytes
+            rank=rank,
+            timeout_seconds=timeout_seconds,
+            num_slots=num_slots,
+            capacity_bytes=capacity_bytes,
+            holding=holding,
         )
         try:
             return self._post("/acquire", request, AcquireReply, waits_seconds=timeout_seconds).slot

@@ -123,12 +123,15 @@ class AcquireRequest(_Message, frozen=True, kw_only=True, forbid_unknown_fields=
         num_slots: slots that this rank may have, at least 2.
         capacity_bytes: if given, a slot of another capacity is removed before it is handed out, so that its
             memory is free when the rank makes the new one.
+        holding: the slots that the rank knows it was lent and has not sealed. What else was lent to it is taken back:
+            the answer that lent it never arrived. None takes nothing back.
     """
 
     rank: int
     timeout_seconds: float
     num_slots: int = 2
     capacity_bytes: int | None = None
+    holding: tuple[int, ...] | None = None
 
 
 class AcquireReply(_Message, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -188,6 +188,8 @@ class Node:
             raise ConfigError(
                 f"num_slots is {request.num_slots}; the newest snapshot needs one, the next another"
             )
+        if request.holding is not None:
+            self.roster.keep_leases(owner, request.holding)
         facts = self.upkeep.facts()
         index, reason = choose_slot(
             facts, rank=request.rank, num_slots=request.num_slots, run=self.journal.record.run

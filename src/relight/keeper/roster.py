@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from relight.errors import ConfigError
 from relight.keeper.arena import run_digest
@@ -111,6 +111,15 @@ class Roster:
         """Note that nobody may write to `slot` now."""
         with self._journal.changing() as record:
             record.leases = _without(record.leases, slot)
+
+    def keep_leases(self, owner: Owner, indexes: Collection[int]) -> None:
+        """Note that `owner` may write to none of its slots but these."""
+        with self._journal.changing() as record:
+            record.leases = [
+                one
+                for one in record.leases
+                if (one.rank, one.pid) != (owner.rank, owner.pid) or one.index in indexes
+            ]
 
     def is_leased(self, slot: SlotId) -> bool:
         """Return whether a running process may write to `slot`."""
