@@ -199,7 +199,7 @@ def test_demo_finds_other_or_missing_weights(demo, place, digests):
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_demo_shows_equality(place):
     shown = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "demo.py"), "--out", str(place / "out")],

@@ -149,7 +149,8 @@ class Checkpointer:
                 bytes_read=restored.bytes_read,
                 parts=sorted(wanted),
             )
-            log.info("relight: restored step %d from %s", restored.candidate.step, restored.place)
+            seconds = self._clock.monotonic() - started
+            log.info("relight: restored step %d from %s in %.2f s", first_step, restored.place, seconds)
         return first_step
 
     def step(self, step: int, **metrics: Any) -> bool:
@@ -265,13 +266,14 @@ class Checkpointer:
         atexit.unregister(self._at_exit)
         failure: RelightError | None = None
         try:
-            self._saving.finish(retry=not is_failing)
+            self._saving.finish(is_failing=is_failing)
         except (SaveFailedError, WaitTimeoutError, ConfigError, StopError) as error:
             failure = error
         self._is_closed = True
         self._terminate.remove()
         self._saving.close()
-        self._run.emit("run_closed", None, num_failed=self.num_failed, is_durable=failure is None)
+        is_durable = failure is None and self._saving.has_saved
+        self._run.emit("run_closed", None, num_failed=self.num_failed, is_durable=is_durable)
         self._keeping.detach(clean=failure is None)
         self._run.events.close()
         if failure is not None:

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from relight.checkpoint.slot_pool import SlotPool
 from relight.errors import KeeperUnavailableError
-from relight.keeper.arena import arena_dir
+from relight.keeper.arena import ArenaSlot, arena_dir
 from relight.keeper.client import KeeperClient
 from relight.keeper.messages import AttachRequest, HeldSnapshot, TierPlan, WaitReply
 from relight.keeper.process import ensure_keeper
@@ -52,12 +52,13 @@ class Keeping:
         self._keep_best = keep_best
         self._on_restart = on_restart
         self._attached: AttachRequest | None = None
+        self._is_attached = False
         self._holding: set[int] = set()
         self.client = self._ensure()
         self.slots = SlotPool(self.folder, rank, num_slots=num_slots, budget_bytes=budget_bytes, cuda=cuda)
 
-    def attach(self, generation: Generation, protect: tuple[tuple[int, int], ...]) -> None:
-        """Announce this rank and its generation."""
+    def belong(self, generation: Generation, protect: tuple[tuple[int, int], ...]) -> None:
+        """Say which generation this rank is of; the keeper hears it with the next request."""
         self._attached = AttachRequest(
             rank=self.rank,
             world_size=self._world_size,
@@ -68,10 +69,14 @@ class Keeping:
             keep_best=self._keep_best,
             protect=protect,
         )
-        self._asked(lambda client: client.attach(self._attached_request()))
+        self._is_attached = False
 
-    def acquire(self, capacity_bytes: int, *, timeout_seconds: float) -> int | None:
-        """Return the index of a slot that may be written now, or None if none is free yet."""
+    def acquire(self, capacity_bytes: int, *, timeout_seconds: float) -> tuple[int, ArenaSlot] | None:
+        """Return a slot that may be written now, its memory touched, with its index; None if none is free yet.
+
+        Raises:
+            MemoryBudgetError: a new one does not fit.
+        """
         index = self._asked(
             lambda client: client.acquire(
                 self.rank,
@@ -81,9 +86,12 @@ class Keeping:
                 holding=tuple(self._holding),
             )
         )
-        if index is not None:
-            self._holding.add(index)
-        return index
+        if index is None:
+            return None
+        # Only one that can be used counts as held; the keeper lends out the rest again.
+        slot = self.slots.prepare(index, capacity_bytes)
+        self._holding.add(index)
+        return index, slot
 
     def release(self, index: int) -> None:
         """Give an acquired slot back unused; the keeper hears it with the next `acquire`."""
@@ -129,11 +137,16 @@ class Keeping:
 
     def _asked(self, ask: Callable[[KeeperClient], T]) -> T:
         try:
-            return ask(self.client)
+            return ask(self._attached_client())
         except KeeperUnavailableError as error:
             log.warning("relight: %s; starting a keeper again", error)
             self._on_restart(str(error))
+        self._is_attached = False
         self.client = self._ensure()
-        if self._attached is not None:
+        return ask(self._attached_client())
+
+    def _attached_client(self) -> KeeperClient:
+        if self._attached is not None and not self._is_attached:
             self.client.attach(self._attached)
-        return ask(self.client)
+            self._is_attached = True
+        return self.client

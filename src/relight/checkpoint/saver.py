@@ -27,7 +27,7 @@ from relight.checkpoint.save_plan import SavePlan, plan_save
 from relight.checkpoint.snapshot import Snapshot
 from relight.checkpoint.state import StateTable, TrainState
 from relight.clock import Clock
-from relight.errors import ConfigError, RelightError, StopError, StorageFullError
+from relight.errors import ConfigError, KeeperUnavailableError, RelightError, StopError, StorageFullError
 from relight.keeper.arena import ArenaSlot
 from relight.manifest.manifest import Generation, RecordDraft
 from relight.stages import reached
@@ -76,6 +76,7 @@ class Saver:
         self._wanted_bytes = 0
         self._current: SaveJob | None = None
         self._overlap = Overlap()
+        self._has_no_keeper = False
         self._sealed_at: dict[int, float] = {}
         self.outcomes = Outcomes()
         self.generation = generation
@@ -154,7 +155,8 @@ class Saver:
             return job
         started = self._clock.monotonic()
         if job.snapshot is not None:
-            job.copied.wait()
+            if job.snapshot.is_copied_by_host:
+                job.copied.wait()
             job.snapshot.guard()
         if take_schedule and self._state.schedule_counts() != job.schedule_counts:
             job.schedule = self._state.collect_schedule()
@@ -209,6 +211,7 @@ class Saver:
             self.outcomes.changed.wait_for(
                 lambda: (
                     self.outcomes.failure is not None
+                    or self._has_no_keeper
                     or (self._ready is not None and self._ready[1].capacity_bytes == image_bytes)
                 ),
                 timeout=patience,
@@ -261,6 +264,10 @@ class Saver:
             self._conclude(job, "failed", str(error))
             self._emit("save_failed", job.step, error=f"{type(error).__name__}: {error}")
             self._give_back(job)
+        else:
+            with self.outcomes.changed:
+                self._has_no_keeper = isinstance(error, KeeperUnavailableError)
+                self.outcomes.changed.notify_all()
         log.warning("relight: %s", error)
 
     def _finish(self, job: SaveJob) -> None:
@@ -377,18 +384,11 @@ class Saver:
             return
         if ready is not None:
             self._keeping.release(ready[0])
-        index = self._keeping.acquire(wanted, timeout_seconds=_ACQUIRE_SECONDS)
-        slot = self._prepared(index, wanted) if index is not None else None
+        ready = self._keeping.acquire(wanted, timeout_seconds=_ACQUIRE_SECONDS)
         with self.outcomes.changed:
-            self._ready = (index, slot) if index is not None and slot is not None else None
+            self._ready = ready
+            self._has_no_keeper = False
             self.outcomes.changed.notify_all()
-
-    def _prepared(self, index: int, image_bytes: int) -> ArenaSlot:
-        try:
-            return self._keeping.slots.prepare(index, image_bytes)
-        except BaseException:
-            self._keeping.release(index)
-            raise
 
     def _idle(self) -> None:
         self._acquire()

@@ -27,6 +27,7 @@ GATHER_TIMEOUT_SECONDS = 600.0
 """How long the ranks wait for each other in a gather."""
 
 _CLOSE_TIMEOUT_SECONDS = 1800.0
+_FAILING_TIMEOUT_SECONDS = 60.0
 _SEAL_TIMEOUT_SECONDS = 20.0
 _NOT_YET = ("pending", "draining", "digested", "sealed", "durable")
 
@@ -83,6 +84,11 @@ class Saving:
         return self._saver is not None
 
     @property
+    def has_saved(self) -> bool:
+        """Whether a save was ever begun."""
+        return self._last_due is not None
+
+    @property
     def num_skipped(self) -> int:
         """Saves skipped since the arena was busy."""
         return self._saver.outcomes.num_skipped if self._saver is not None else 0
@@ -137,19 +143,26 @@ class Saving:
             if job is not None:
                 job.done.wait(_SEAL_TIMEOUT_SECONDS)
 
-    def finish(self, *, retry: bool) -> None:
-        """Wait until the last due step is durable; with `retry`, save it again if it was skipped or torn.
+    def finish(self, *, is_failing: bool) -> None:
+        """Wait until the last due step is durable; one that was skipped or torn is saved again.
+
+        After a training error (`is_failing`) the other ranks may be gone: nothing new is begun and the wait is short.
 
         Raises:
             SaveFailedError, WaitTimeoutError: it is not durable.
         """
-        if retry and self._saver is not None and self._last_due is not None and self._step == self._last_due:
+        if (
+            not is_failing
+            and self._saver is not None
+            and self._last_due is not None
+            and self._step == self._last_due
+        ):
             self._saver.release()
             outcome, _ = self._saver.outcomes.wait(self._last_due, _CLOSE_TIMEOUT_SECONDS)
             if outcome in ("skipped", "torn"):
                 self._saver.outcomes.forget(self._last_due)
                 self._begin(self._saver, self._last_due, self._last_metrics, must_save=True)
-        self.wait(None)
+        self.wait(None, timeout_seconds=_FAILING_TIMEOUT_SECONDS if is_failing else None)
 
     def close(self) -> None:
         """End the snapshot thread and remove every hook."""
@@ -204,7 +217,7 @@ class Saving:
     def _ready_saver(self) -> Saver:
         if self._saver is None:
             generation = self._run.claim()
-            self._keeping.attach(generation, self._run.protected())
+            self._keeping.belong(generation, self._run.protected())
             self._saver = Saver(
                 state=self._state,
                 group=self._group,

@@ -287,6 +287,11 @@ class Snapshot:
         """Whether something is copied after the call."""
         return bool(self._copies)
 
+    @property
+    def is_copied_by_host(self) -> bool:
+        """Whether the update must wait for the copy on the host; device copies are ordered by `guard` alone."""
+        return any(isinstance(copy, HostCopy) for copy, _ in self._copies)
+
     def start(self) -> None:
         """Write the header, copy the unguarded part by value and enqueue the rest."""
         image = self.slot.image

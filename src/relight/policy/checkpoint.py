@@ -233,6 +233,9 @@ def parse_every(value: int | str) -> Cadence:
         raise ConfigError(f'every={value!r}: give a number of steps, a duration such as "10m", or "auto"')
     if isinstance(value, int):
         return Cadence(steps=value)
+    if value.isdecimal():
+        # What every command-line option delivers.
+        return Cadence(steps=int(value))
     return Cadence(seconds=parse_duration(value))
 
 

@@ -53,6 +53,7 @@ class KillPlan(msgspec.Struct, frozen=True, kw_only=True):
         point: name of the point.
         occurrence: how often the actor passes the point after the plan was written, until it fires.
         victims: processes that get SIGKILL; the actor may be one of them, and is the last.
+        is_repeated: stay after firing, for every process that becomes the actor.
         serial: makes equal plans different.
     """
 
@@ -60,6 +61,7 @@ class KillPlan(msgspec.Struct, frozen=True, kw_only=True):
     point: str
     occurrence: int = 1
     victims: tuple[str, ...]
+    is_repeated: bool = False
     serial: int = 0
 
 
@@ -170,7 +172,7 @@ class _Counter:
             if plan != self._seen:
                 self._seen, self._count = plan, 0
             self._count += 1
-            if self._count != plan.occurrence or not self._stage.take():
+            if self._count != plan.occurrence or not (plan.is_repeated or self._stage.take()):
                 return
         for victim in plan.victims:
             if victim != self._actor:
