@@ -52,9 +52,9 @@ class Home:
         """Return a run's root."""
         return str(self.path / name)
 
-    def folder(self, name: str = "run") -> Path:
-        """Return the arena folder of a run."""
-        return arena_dir(tier_url(self.root(name)), base=self.arena)
+    def folder(self, name: str = "run", arena: Path | None = None) -> Path:
+        """Return the arena folder of a run, on another node if `arena` is given."""
+        return arena_dir(tier_url(self.root(name)), base=arena or self.arena)
 
     def keeper(
         self,
@@ -62,19 +62,20 @@ class Home:
         *,
         setup: Callable[..., Any] | None = None,
         retry_seconds: float = 0.2,
+        arena: Path | None = None,
         **kwargs: Any,
     ) -> Trainer:
-        """Start the keeper of a run by a fork (cheaper than the one that a trainer starts); `setup` runs in it first."""
+        """Start the keeper of a run by a fork (cheaper than what a trainer starts); `setup` runs in it first."""
         life = self.start(
             "relight.testing.trainers:run_keeper",
-            folder=str(self.folder(name)),
+            folder=str(self.folder(name, arena)),
             root=tier_url(self.root(name)),
             linger_seconds=self.linger_seconds,
             retry_seconds=retry_seconds,
             setup=f"{setup.__module__}:{setup.__qualname__}" if setup is not None else None,
             kwargs=kwargs,
         )[0]
-        eventually(lambda: find_keeper(self.folder(name)))
+        eventually(lambda: find_keeper(self.folder(name, arena)))
         return life
 
     def start(
@@ -159,7 +160,7 @@ class Home:
             life.end()
         for life in self._lives:
             life.wait()
-        for folder in self.arena.glob("relight-*/*"):
+        for folder in self.arena.glob("**/relight-*/*"):
             self._kill_keeper(folder)
 
     def _kill_keeper(self, folder: Path) -> None:
@@ -214,7 +215,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Home]:
     shutil.rmtree(arena, ignore_errors=True)
 
 
-def save_once(home: Home, state: relight.TrainState, step: int = 1, name: str = "run", **options: Any) -> None:
+def save_once(
+    home: Home, state: relight.TrainState, step: int = 1, name: str = "run", **options: Any
+) -> None:
     """Save `state` as `step` of a run and wait until it is durable."""
     with relight.Checkpointer(home.root(name), state, every=10**9, **options) as checkpointer:
         checkpointer.restore()

@@ -26,6 +26,15 @@ from relight.keeper.node import Node
 from relight.keeper.server import serve
 
 
+def read_request(connection: socket.socket) -> None:
+    data = b""
+    while not data.endswith(b"\r\n\r\n" if data.startswith(b"GET") else b"}"):
+        part = connection.recv(65536)
+        if not part:
+            return
+        data += part
+
+
 @pytest.fixture
 def answer(shared: Path) -> Iterator[Callable[[bytes], KeeperClient]]:
     """Listen where a keeper would, and answer every connection with the same bytes."""
@@ -42,7 +51,7 @@ def answer(shared: Path) -> Iterator[Callable[[bytes], KeeperClient]]:
             except OSError:
                 return
             with connection, suppress(OSError):
-                connection.recv(65536)
+                read_request(connection)
                 if replies[0] == b"silence":
                     connection.recv(65536)
                 connection.sendall(replies[0])

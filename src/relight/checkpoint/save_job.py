@@ -6,6 +6,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 import torch
 
 from relight.checkpoint import context
@@ -14,9 +15,14 @@ from relight.checkpoint.snapshot import Snapshot
 from relight.checkpoint.state import StateTable
 from relight.errors import DesyncError, OwnershipError
 from relight.keeper.arena import ArenaSlot
-from relight.manifest.manifest import digest_block
+from relight.manifest.manifest import Generation, RecordDraft, digest_block
 
-__all__ = ["Outcome", "SaveJob", "check_votes", "compared_digests", "vote"]
+__all__ = ["Outcome", "SaveJob", "check_votes", "compared_digests", "sampled_digests", "vote"]
+
+REPLICA = "replica "
+"""Prefix of the names of sampled tensors among the digests of a vote."""
+
+_SAMPLE_ROWS_BYTES = 12288
 
 Outcome = Literal["pending", "sealed", "skipped", "torn", "failed", "committed"]
 """What became of a save; "sealed" is on its way to the tiers, "committed" is durable on the last one."""
@@ -60,6 +66,26 @@ class SaveJob:
     released: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
 
+    def draft(self, generation: Generation, *, rank: int, world_size: int) -> RecordDraft:
+        """Return what this rank knows of its snapshot, to be sealed with it."""
+        return RecordDraft(
+            run=generation.run,
+            step=self.step,
+            generation=generation.generation,
+            parent=generation.parent,
+            rank=rank,
+            world_size=world_size,
+            layout=self.plan.fingerprint,
+            image_bytes=self.plan.layout.image_bytes,
+            saved_at=self.saved_at,
+            context=msgspec.Raw(context.dumps(self.final_parts())),
+            metrics=self.metrics,
+            index=self.plan.index,
+            aliases=self.table.aliases if rank == 0 else {},
+            local=self.plan.local,
+            replicas_differ=self.replicas_differ,
+        )
+
     def final_parts(self) -> dict[str, Any]:
         """Return the context to store: as at the call, with the schedule as it was at release."""
         parts = dict(self.table.parts)
@@ -84,6 +110,22 @@ def compared_digests(table: StateTable) -> dict[str, str]:
     return digests
 
 
+def sampled_digests(table: StateTable) -> dict[str, str]:
+    """Return name -> digest of some rows of each replicated tensor, to find ranks that do not hold the same model.
+
+    At most `_SAMPLE_ROWS_BYTES` of each, from its start, middle and end.
+    """
+    digests = {}
+    for key, tensor, is_mine in zip(table.keys, table.tensors, table.is_per_rank, strict=True):
+        if not is_mine and tensor.numel():
+            flat = tensor.detach().reshape(-1)
+            num = max(1, _SAMPLE_ROWS_BYTES // (3 * flat.element_size()))
+            starts = (0, max(0, (flat.numel() - num) // 2), max(0, flat.numel() - num))
+            parts = [_tensor_bytes(flat[start : start + num]) for start in starts]
+            digests[f"{REPLICA}{key}"] = digest_block(b"".join(parts))[:12]
+    return digests
+
+
 def _tensor_bytes(tensor: torch.Tensor) -> bytes:
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
@@ -104,15 +146,21 @@ def vote(
     }
 
 
-def check_votes(votes: list[dict[str, Any]]) -> tuple[str, ...]:
+def check_votes(votes: list[dict[str, Any]], *, is_fresh: bool = False) -> tuple[str, ...]:
     """Check that all ranks speak of the same save.
+
+    Args:
+        votes: of all ranks, by rank.
+        is_fresh: whether this is the first save of a run that restored nothing: tensors that differ then are no
+            accident.
 
     Returns:
         Names of state that should be equal on all ranks and is not (a replica went astray).
 
     Raises:
         DesyncError: ranks differ in root, step, generation or layout.
-        OwnershipError: extra values or settings differ that were not marked as per-rank.
+        OwnershipError: extra values or settings differ that were not marked as per-rank; or, when `is_fresh`,
+            the ranks hold different models.
     """
     for name, what in (("roots", "checkpoint roots"), ("step", "steps"), ("generation", "generations")):
         if any(other[name] != votes[0][name] for other in votes):
@@ -130,7 +178,15 @@ def check_votes(votes: list[dict[str, Any]]) -> tuple[str, ...]:
             "belong to one rank: extra={name: relight.PerRank(value)}",
             path=mistakes[0],
         )
-    return tuple(differ)
+    replicas = [name.removeprefix(REPLICA) for name in differ if name.startswith(REPLICA)]
+    if replicas and is_fresh:
+        raise OwnershipError(
+            f"{len(replicas)} tensors differ between ranks that count as replicas of one model, such as "
+            f"{replicas[0]}: start from equal values (DistributedDataParallel sees to it), or give each rank a "
+            "Checkpointer root and a process group of its own",
+            path=replicas[0],
+        )
+    return tuple(name.removeprefix(REPLICA) for name in differ)
 
 
 def _text(value: Any) -> str:

@@ -57,6 +57,7 @@ class SavePlan:
     keys: list[str]
     shapes: list[torch.Size]
     dtypes: list[torch.dtype]
+    is_per_rank: list[bool]
     world_size: int
     layout: ImageLayout
     entries: tuple[LocalEntry, ...]
@@ -65,10 +66,11 @@ class SavePlan:
     fingerprint: str
 
     def matches(self, table: StateTable, world_size: int) -> bool:
-        """Return whether the plan still fits `table`: same names, shapes, dtypes and number of ranks."""
+        """Return whether the plan still fits `table`: same names, shapes, dtypes, ownership, number of ranks."""
         return (
             self.world_size == world_size
             and self.keys == table.keys
+            and self.is_per_rank == table.is_per_rank
             and self.dtypes == [tensor.dtype for tensor in table.tensors]
             and self.shapes == [tensor.shape for tensor in table.tensors]
         )
@@ -105,6 +107,7 @@ def plan_save(table: StateTable, *, rank: int, world_size: int) -> SavePlan:
         keys=list(table.keys),
         shapes=[tensor.shape for tensor in table.tensors],
         dtypes=[tensor.dtype for tensor in table.tensors],
+        is_per_rank=list(table.is_per_rank),
         world_size=world_size,
         layout=layout,
         entries=entries,

@@ -16,20 +16,19 @@ from typing import Any
 
 import msgspec
 
-from relight.checkpoint import context
 from relight.checkpoint.cadence import SavePace
 from relight.checkpoint.group import RankGroup
 from relight.checkpoint.keeping import Keeping
 from relight.checkpoint.outcomes import Outcomes
 from relight.checkpoint.overlap import Overlap
-from relight.checkpoint.save_job import Outcome, SaveJob, check_votes, compared_digests, vote
+from relight.checkpoint.save_job import Outcome, SaveJob, check_votes, compared_digests, sampled_digests, vote
 from relight.checkpoint.save_plan import SavePlan, plan_save
 from relight.checkpoint.snapshot import Snapshot
 from relight.checkpoint.state import StateTable, TrainState
 from relight.clock import Clock
 from relight.errors import ConfigError, KeeperUnavailableError, RelightError, StopError, StorageFullError
 from relight.keeper.arena import ArenaSlot
-from relight.manifest.manifest import Generation, RecordDraft
+from relight.manifest.manifest import Generation
 from relight.stages import reached
 
 __all__ = ["Saver"]
@@ -71,6 +70,8 @@ class Saver:
         self._pace = pace
         self._emit = emit
         self._plan: SavePlan | None = None
+        self._is_plan_new = False
+        self._is_first = True
         self._jobs: queue.Queue[SaveJob | tuple[str, int] | None] = queue.Queue()
         self._ready: tuple[int, ArenaSlot] | None = None
         self._wanted_bytes = 0
@@ -127,7 +128,7 @@ class Saver:
             slot_index=index,
             is_blocking=self._overlap.take_block() or blocking,
             schedule_counts=self._state.schedule_counts(),
-            digests=compared_digests(table) if self._group.world_size > 1 else {},
+            digests=self._digests_of(table),
         )
         self.outcomes.settle(step, "pending")
         if slot is not None:
@@ -186,7 +187,15 @@ class Saver:
     def _plan_for(self, table: StateTable) -> SavePlan:
         if self._plan is None or not self._plan.matches(table, self._group.world_size):
             self._plan = plan_save(table, rank=self._group.rank, world_size=self._group.world_size)
+            self._is_plan_new = True
         return self._plan
+
+    def _digests_of(self, table: StateTable) -> dict[str, str]:
+        """Return what the ranks compare; with a new plan, also whether they hold the same model at all."""
+        if self._group.world_size == 1:
+            return {}
+        is_new, self._is_plan_new = self._is_plan_new, False
+        return compared_digests(table) | (sampled_digests(table) if is_new else {})
 
     def _start_snapshot(self, job: SaveJob, slot: ArenaSlot, guards: Callable[[int], bool]) -> None:
         can = () if job.is_blocking else tuple(guards(at) for at in range(len(self._state.optimizers)))
@@ -206,6 +215,7 @@ class Saver:
         with self.outcomes.changed:
             if self._ready is None or self._ready[1].capacity_bytes != image_bytes:
                 self._jobs.put(("acquire", 0))
+            self._has_no_keeper = self._has_no_keeper and not wait
             # The first save never has a slot at hand if steps are faster than memory is touched: it waits.
             patience = _WAIT_FOR_SLOT_SECONDS if wait or not len(self.outcomes) else _PATIENCE_SECONDS
             self.outcomes.changed.wait_for(
@@ -296,7 +306,8 @@ class Saver:
             proposal=self._pace.propose(job.step),
         )
         answers = self._group.gather(mine)
-        job.replicas_differ = check_votes(answers)
+        job.replicas_differ = check_votes(answers, is_fresh=self._is_first and self.generation.parent is None)
+        self._is_first = False
         self._pace.accept(answers[0]["next"])
         return answers
 
@@ -304,23 +315,7 @@ class Saver:
         self._pace.accept(self._group.gather(self._pace.propose(step))[0])
 
     def _seal(self, job: SaveJob, slot: ArenaSlot) -> None:
-        draft = RecordDraft(
-            run=self.generation.run,
-            step=job.step,
-            generation=self.generation.generation,
-            parent=self.generation.parent,
-            rank=self._group.rank,
-            world_size=self._group.world_size,
-            layout=job.plan.fingerprint,
-            image_bytes=job.plan.layout.image_bytes,
-            saved_at=job.saved_at,
-            context=msgspec.Raw(context.dumps(job.final_parts())),
-            metrics=job.metrics,
-            index=job.plan.index,
-            aliases=job.table.aliases if self._group.rank == 0 else {},
-            local=job.plan.local,
-            replicas_differ=job.replicas_differ,
-        )
+        draft = job.draft(self.generation, rank=self._group.rank, world_size=self._group.world_size)
         try:
             slot.seal(msgspec.json.encode(draft), sealed_at=self._clock.now())
         except OSError as error:

@@ -160,6 +160,7 @@ class CudaCopy:
         self._seed = seed
         self._stream = side_stream if side_stream is not None else cuda.Stream()
         self._done: Any = None
+        self._sources: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._samples: list[tuple[int, int, torch.Tensor]] = []
         self._changed: set[int] = set()
@@ -168,19 +169,24 @@ class CudaCopy:
         """Enqueue the whole copy behind what the compute stream has been given so far; returns at once."""
         self._versions = _versions(self._tensors)
         self._samples = self._take_samples()
+        # Tensors that are not contiguous are packed by the compute stream, so this comes before the event; and they
+        # are held until the side stream has read them, or their memory would be given to the next tensor.
+        self._sources = [
+            stored_rows(e, t).reshape(-1) for e, t in zip(self._entries, self._tensors, strict=True)
+        ]
+        targets = [slot_view(self._slot, e, t) for e, t in zip(self._entries, self._tensors, strict=True)]
         ready = self._cuda.Event()
         ready.record(self._cuda.current_stream())
-        sources = [stored_rows(e, t).reshape(-1) for e, t in zip(self._entries, self._tensors, strict=True)]
-        targets = [slot_view(self._slot, e, t) for e, t in zip(self._entries, self._tensors, strict=True)]
         with self._cuda.stream(self._stream):
             self._stream.wait_event(ready)
-            self._foreach_copy(targets, sources, non_blocking=True)
+            self._foreach_copy(targets, self._sources, non_blocking=True)
             self._done = self._cuda.Event()
             self._done.record(self._stream)
 
     def run(self) -> None:
         """Wait on the host until the side stream has copied, and compare the samples."""
         self._done.synchronize()
+        self._sources = []
         for at, offset, seen in self._samples:
             raw = seen.cpu().view(torch.uint8)
             stored = torch.frombuffer(self._slot.image, dtype=torch.uint8, count=raw.numel(), offset=offset)

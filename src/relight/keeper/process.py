@@ -45,6 +45,7 @@ LINGER_SECONDS = 600.0
 
 _HOLD_SECONDS = 60.0
 _START_SECONDS = 20.0
+_STARTS_MAX = 4
 _PAUSE_SECONDS = 0.02
 _LOG_MAX_BYTES = 2**20
 _LOG_KEPT_BYTES = 2**18
@@ -118,16 +119,21 @@ def ensure_keeper(
     linger = linger_seconds if linger_seconds is not None else linger_seconds_from(os.environ)
     argv += ["--folder", str(folder), "--root", root_url, "--linger", repr(linger)]
     deadline = time.monotonic() + timeout_seconds
+    num_started = 0
     while time.monotonic() < deadline:
         client = find_keeper(folder, hold_seconds=_HOLD_SECONDS)
         if client is not None:
             return _checked_root(client, root_url)
+        if num_started == _STARTS_MAX:
+            break
         _make_folder(folder)
         with hold_lock(folder / "start.lock") as is_held:
             if is_held and find_keeper(folder) is None and _start(folder, argv, deadline):
+                num_started += 1
                 continue
         time.sleep(_PAUSE_SECONDS)
-    raise KeeperUnavailableError(f"no keeper in {folder} after {timeout_seconds:g} s{_last_lines(folder)}")
+    why = f"{num_started} that served died at once" if num_started else f"tried for {timeout_seconds:g} s"
+    raise KeeperUnavailableError(f"no keeper in {folder}: {why}{_last_lines(folder)}")
 
 
 @contextmanager

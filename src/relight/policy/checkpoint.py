@@ -136,8 +136,9 @@ def _kept_places(
     if rule.keep_every is not None:
         kept |= {(c.step, c.generation) for c in lineage if c.step % rule.keep_every == 0}
     if rule.keep_best is not None:
-        best = _best(good, *rule.keep_best)
-        kept |= {(best.step, best.generation)} if best is not None else set()
+        # One that is not verified yet may turn out to be the best; until then the best verified one stays as well.
+        bests = (_best(good, *rule.keep_best), _best(lineage, *rule.keep_best))
+        kept |= {(best.step, best.generation) for best in bests if best is not None}
     if rule.sparse_tail:
         kept |= _sparse_tail(good, rule.keep)
     return kept
