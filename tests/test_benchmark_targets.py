@@ -79,6 +79,7 @@ def test_page_names_every_target_and_verdict() -> None:
         "state_bytes": 10**9,
         "num_tensors": 498,
         "compute_seconds": 0.6,
+        "busy_cores": [0.0],
         "torch": "x",
         "date": "2026-01-01",
     }

@@ -17,7 +17,7 @@ from relight.errors import DesyncError, OwnershipError
 from relight.keeper.arena import ArenaSlot
 from relight.manifest.manifest import Generation, RecordDraft, digest_block
 
-__all__ = ["Outcome", "SaveJob", "check_votes", "compared_digests", "sampled_digests", "vote"]
+__all__ = ["Comparison", "Outcome", "SaveJob", "check_votes", "compared_digests", "sampled_digests", "vote"]
 
 REPLICA = "replica "
 """Prefix of the names of sampled tensors among the digests of a vote."""
@@ -108,6 +108,27 @@ def compared_digests(table: StateTable) -> dict[str, str]:
             ]
         digests[name] = digest_block(b"\0".join(whole))[:16]
     return digests
+
+
+class Comparison:
+    """What the ranks compare over a run: small values at every save, some rows of each tensor when the plan is new."""
+
+    def __init__(self, world_size: int, *, is_fresh: bool) -> None:
+        self._world_size = world_size
+        self._is_fresh = is_fresh
+        self._plan: SavePlan | None = None
+
+    def digests(self, table: StateTable, plan: SavePlan) -> dict[str, str]:
+        """Return this rank's digests; nothing with one rank."""
+        if self._world_size == 1:
+            return {}
+        is_new, self._plan = plan is not self._plan, plan
+        return compared_digests(table) | (sampled_digests(table) if is_new else {})
+
+    def check(self, votes: list[dict[str, Any]]) -> tuple[str, ...]:
+        """Check the votes of all ranks; see `check_votes`."""
+        is_fresh, self._is_fresh = self._is_fresh, False
+        return check_votes(votes, is_fresh=is_fresh)
 
 
 def sampled_digests(table: StateTable) -> dict[str, str]:

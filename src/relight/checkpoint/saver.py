@@ -21,7 +21,7 @@ from relight.checkpoint.group import RankGroup
 from relight.checkpoint.keeping import Keeping
 from relight.checkpoint.outcomes import Outcomes
 from relight.checkpoint.overlap import Overlap
-from relight.checkpoint.save_job import Outcome, SaveJob, check_votes, compared_digests, sampled_digests, vote
+from relight.checkpoint.save_job import Comparison, Outcome, SaveJob, vote
 from relight.checkpoint.save_plan import SavePlan, plan_save
 from relight.checkpoint.snapshot import Snapshot
 from relight.checkpoint.state import StateTable, TrainState
@@ -70,8 +70,7 @@ class Saver:
         self._pace = pace
         self._emit = emit
         self._plan: SavePlan | None = None
-        self._is_plan_new = False
-        self._is_first = True
+        self._comparison = Comparison(group.world_size, is_fresh=generation.parent is None)
         self._jobs: queue.Queue[SaveJob | tuple[str, int] | None] = queue.Queue()
         self._ready: tuple[int, ArenaSlot] | None = None
         self._wanted_bytes = 0
@@ -128,7 +127,7 @@ class Saver:
             slot_index=index,
             is_blocking=self._overlap.take_block() or blocking,
             schedule_counts=self._state.schedule_counts(),
-            digests=self._digests_of(table),
+            digests=self._comparison.digests(table, plan),
         )
         self.outcomes.settle(step, "pending")
         if slot is not None:
@@ -187,15 +186,7 @@ class Saver:
     def _plan_for(self, table: StateTable) -> SavePlan:
         if self._plan is None or not self._plan.matches(table, self._group.world_size):
             self._plan = plan_save(table, rank=self._group.rank, world_size=self._group.world_size)
-            self._is_plan_new = True
         return self._plan
-
-    def _digests_of(self, table: StateTable) -> dict[str, str]:
-        """Return what the ranks compare; with a new plan, also whether they hold the same model at all."""
-        if self._group.world_size == 1:
-            return {}
-        is_new, self._is_plan_new = self._is_plan_new, False
-        return compared_digests(table) | (sampled_digests(table) if is_new else {})
 
     def _start_snapshot(self, job: SaveJob, slot: ArenaSlot, guards: Callable[[int], bool]) -> None:
         can = () if job.is_blocking else tuple(guards(at) for at in range(len(self._state.optimizers)))
@@ -306,8 +297,7 @@ class Saver:
             proposal=self._pace.propose(job.step),
         )
         answers = self._group.gather(mine)
-        job.replicas_differ = check_votes(answers, is_fresh=self._is_first and self.generation.parent is None)
-        self._is_first = False
+        job.replicas_differ = self._comparison.check(answers)
         self._pace.accept(answers[0]["next"])
         return answers
 
