@@ -109,7 +109,35 @@ def test_a_broken_generation_file_is_replaced_by_what_manifests_say(catalog: Cat
     assert catalog.claim(parent(55, 2)).generation == 3
 
 
+def test_the_run_of_a_lone_broken_generation_file_is_taken_from_its_manifests(catalog: Catalog) -> None:
+    first = catalog.claim(None)
+    write_checkpoint(catalog, 50)
+    break_byte(catalog, generation_name(1))
+    claimed = catalog.claim(parent(50, 1))
+    assert (claimed.run, claimed.generation) == (first.run, 2)
+    assert steps(catalog.candidates()) == [(50, 1)]
+
+
 # Commit
+
+
+def test_what_is_stored_whole_is_committed_at_the_next_start(catalog: Catalog) -> None:
+    catalog.claim(None)
+    run = catalog.generations()[0].run
+    for rank in (0, 1):
+        store_rank(catalog, rank, run=run)
+    store_rank(catalog, 0, step=20, run=run)
+    assert catalog.commit_complete() == [(10, 1)]
+    assert steps(catalog.candidates()) == [(10, 1)]
+    assert catalog.commit_complete() == []
+
+
+def test_a_complete_step_off_the_lineage_is_left_alone(catalog: Catalog) -> None:
+    catalog.claim(None)
+    for rank in (0, 1):
+        store_rank(catalog, rank, run=catalog.generations()[0].run)
+    catalog.claim(parent(5, 1))
+    assert catalog.commit_complete() == []
 
 
 def store_rank(catalog: Catalog, rank: int, *, step: int = 10, world_size: int = 2, **facts) -> None:

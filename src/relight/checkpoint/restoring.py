@@ -70,6 +70,10 @@ class Restorer:
         is_whole = parts == frozenset(PARTS)
         held, slots = self._keeping.inventory(), self._keeping.slots
         own_step = step if source is None else None
+        if self._group.rank == 0:
+            for catalog in self._run.catalogs:
+                for done, generation in catalog.commit_complete():
+                    self._emit("save_committed", done, of_generation=generation, tier=catalog.backend.url)
         found = self.restore(self._run.catalogs, held, slots, step=own_step, parts=parts)
         origin: str | None = None
         if found is None and source is not None:

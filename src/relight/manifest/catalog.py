@@ -5,10 +5,18 @@ from __future__ import annotations
 import mmap
 import uuid
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Literal
 
 from relight.clock import Clock, SystemClock
-from relight.errors import CopyError, CorruptionError, MissingCopyError, StopError, UnknownFormatError
+from relight.errors import (
+    CopyError,
+    CorruptionError,
+    DesyncError,
+    MissingCopyError,
+    StopError,
+    UnknownFormatError,
+)
 from relight.manifest.commit import POINTS as COMMIT_POINTS
 from relight.manifest.commit import commit_step
 from relight.manifest.inventory import CheckpointInfo, Inventory, read_generations, take_inventory
@@ -71,14 +79,16 @@ class Catalog:
         Durable after return; of several claims at once each gets its own number.
 
         Raises:
-            CorruptionError: generations exist, but none can be read, so the run's identity is lost.
+            CorruptionError: generations exist, but neither they nor a manifest can be read, so the run's identity
+                is lost.
         """
         while True:
             known, numbers, problems = read_generations(self.backend)
-            if numbers and not known:
+            run = known[0].run if known else self._run_in_manifests() if numbers else uuid.uuid4().hex
+            if run is None:
                 raise CorruptionError(problems[0].message, path=problems[0].file, tier=self.backend.url)
             claimed = Generation(
-                run=known[0].run if known else uuid.uuid4().hex,
+                run=run,
                 generation=numbers[-1] + 1 if numbers else 1,
                 parent=parent,
                 created_at=self._clock.now(),
@@ -86,6 +96,27 @@ class Catalog:
             if self.backend.put(generation_name(claimed.generation), encode_file(claimed), if_absent=True):
                 reached("catalog.generation_claimed")
                 return claimed
+
+    def _run_in_manifests(self) -> str | None:
+        """Return the run that the newest generation's manifest names: it stands in for lost generation files."""
+        found = max(self.survey().checkpoints, key=lambda info: info.generation, default=None)
+        return found.run if found is not None else None
+
+    def commit_complete(self) -> list[tuple[int, int]]:
+        """Commit every step of the lineage that is stored whole but for its manifest, as after a power cut.
+
+        Durable after return; a step that lacks something, or whose records do not belong together, is left alone.
+
+        Returns:
+            (step, generation) of the steps that were committed.
+        """
+        inventory = self.survey()
+        done = []
+        for step, generation in inventory.incomplete:
+            with suppress(CopyError, DesyncError, UnknownFormatError):
+                if inventory.lineage.holds(step, generation) and self.commit(step, generation) is not None:
+                    done.append((step, generation))
+        return done
 
     def generations(self) -> list[Generation]:
         """Return the generations that can be read, oldest first."""
