@@ -314,3 +314,14 @@ def test_the_stall_of_a_save_is_measured(home: Home) -> None:
     (event,) = home.events(kind="save_sealed")
     assert event.fields["stall_seconds"] > 0
     assert Path(home.root()).is_dir()
+
+
+def test_wait_takes_a_tier_as_the_user_wrote_it(home: Home) -> None:
+    root = home.root()
+    with Checkpointer(root, TrainState(model=filled(1.0))) as checkpointer:
+        checkpointer.restore()
+        checkpointer.save(1)
+        checkpointer.wait(1, tier="ram", timeout=30)
+        checkpointer.wait(1, tier=str(root), timeout=30)
+        with pytest.raises(ConfigError, match="none of this run's"):
+            checkpointer.wait(1, tier=f"{root}-elsewhere", timeout=30)

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 from relight.checkpoint.slot_pool import SlotPool
-from relight.errors import KeeperUnavailableError
+from relight.errors import ConfigError, KeeperUnavailableError
 from relight.keeper.arena import ArenaSlot, arena_dir
 from relight.keeper.client import KeeperClient
 from relight.keeper.messages import AttachRequest, HeldSnapshot, TierPlan, WaitReply
 from relight.keeper.process import ensure_keeper
 from relight.manifest.manifest import Generation
+from relight.storage.tiers import tier_url
 
 __all__ = ["Keeping"]
 
@@ -112,6 +113,18 @@ class Keeping:
         return self._asked(
             lambda client: client.wait(step, generation, tier=tier, timeout_seconds=timeout_seconds)
         )
+
+    def tier_url(self, tier: str) -> str:
+        """Return the URL of the tier that a user means.
+
+        Raises:
+            ConfigError: this run has no such tier.
+        """
+        url = tier_url(tier)
+        known = [plan.url for plan in self._tiers]
+        if url not in known:
+            raise ConfigError(f"tier {tier!r} is none of this run's: {', '.join(known)}", tier=tier)
+        return url
 
     def inventory(self) -> tuple[HeldSnapshot, ...]:
         """Return the snapshots of this node that can be read from memory."""

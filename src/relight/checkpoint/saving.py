@@ -118,6 +118,7 @@ class Saving:
         wanted = step if step is not None else self._last_due
         if saver is None or wanted is None:
             return
+        url = None if tier is None else self._keeping.tier_url(tier)
         saver.release()
         patience = timeout_seconds if timeout_seconds is not None else _CLOSE_TIMEOUT_SECONDS
         deadline = self._clock.monotonic() + patience
@@ -125,7 +126,7 @@ class Saving:
         reached: str | None = outcome
         if outcome in ("sealed", "committed"):
             left = max(0.0, deadline - self._clock.monotonic())
-            reply = self._keeping.wait(wanted, tier=tier, timeout_seconds=left)
+            reply = self._keeping.wait(wanted, tier=url, timeout_seconds=left)
             if reply.state in ("committed", "verified"):
                 return
             reached, message = reply.state, reply.message or ""
