@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from relight.checkpoint.save_job import check_votes, sampled_digests
-from relight.checkpoint.state import StateTable
+from relight.checkpoint.state import StateTable, TrainState
 from relight.errors import OwnershipError
 
 
@@ -41,3 +41,14 @@ def test_a_change_of_the_last_element_is_seen() -> None:
     left, right = table_of(1.0), table_of(1.0)
     right.tensors[0][-1, -1] = 3.0
     assert sampled_digests(left) != sampled_digests(right)
+
+
+def test_on_several_ranks_a_model_belongs_to_its_rank_unless_something_keeps_it_equal() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = TrainState(model=model, optimizer=optimizer)
+    assert state.collect(1, num_ranks=2).is_per_rank == [True] * 4
+    assert state.collect(1).is_per_rank == [False] * 4
+    assert "optimizer" not in state.collect(1, num_ranks=2).compared

@@ -86,7 +86,11 @@ def _golden(rank: int, big_rows: int, step: int) -> Filled:
 def write(*, root: str, big_rows: int = BIG_ROWS) -> None:
     """Save all steps, wait until they are verified, and die with the snapshots of the newest two in memory."""
     filled = Filled(world()[0], big_rows=big_rows)
-    checkpointer = relight.Checkpointer(root, filled.state, every=1)
+    # Below DistributedDataParallel the ranks share out the bytes, so that a restore needs both images.
+    next(p for p in filled.model.parameters() if p.is_floating_point()).requires_grad_(True)
+    replica = torch.nn.parallel.DistributedDataParallel(filled.model)
+    state = relight.TrainState(model=replica, extra={"counts": filled.counts})
+    checkpointer = relight.Checkpointer(root, state, every=1)
     checkpointer.restore()
     for step in STEPS:
         filled.fill(step)

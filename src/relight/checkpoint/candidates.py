@@ -16,11 +16,10 @@ import msgspec
 import torch
 
 from relight.checkpoint import context
-from relight.checkpoint.format import ImageEntry
 from relight.checkpoint.group import RankGroup
 from relight.checkpoint.matching import SavedState
 from relight.checkpoint.slot_pool import SlotPool
-from relight.checkpoint.transfer import Image, ImageCopy, LoadPlan, Move, SlotCopy, StoredCopy
+from relight.checkpoint.transfer import Image, ImageCopy, LoadPlan, SlotCopy, StoredCopy
 from relight.errors import ConfigError, CopyError, CorruptionError, MissingCopyError, RetryableError
 from relight.keeper.arena import ArenaSlot, run_digest, slot_path
 from relight.keeper.messages import HeldSnapshot
@@ -159,36 +158,32 @@ class Checkpoint:
     def _fetch(self, wanted: list[tuple[str, torch.Tensor]], source: int) -> None:
         """Fill the wanted tensors. Written for many small ones: no call per tensor where none is needed."""
         plan = LoadPlan()
-        index = self._index
-        images: dict[int, tuple[Image, dict[str, ImageEntry], int]] = {}
-        place: tuple[int, int] | None = None
-        append = list[Move]().append
+        look_up = self._index.get
+        home_now, low, high = -1, 0, 0
         for key, tensor in wanted:
-            entry = index.get(key)
+            entry = look_up(key)
             home = source if entry is None or entry.home == PER_RANK else entry.home
-            if home < 0 and entry is not None:
-                self._add_pieces(plan, entry, tensor)
-                continue
-            if home not in images:
-                opened = self._image(home)
-                images[home] = (opened, opened.entries(), opened.data_start)
-            image, entries, base = images[home]
+            if home != home_now:
+                if home < 0 and entry is not None:
+                    self._add_pieces(plan, entry, tensor)
+                    continue
+                image = self._image(home)
+                entries, base, limit = image.entries(), image.data_start, image.image_bytes
+                home_now, low, high = home, 0, 0
             stored = entries.get(key)
             start, stop = stored.data_offsets if stored is not None else (0, -1)
-            if stop - start != tensor.nbytes:
+            if stop - start != tensor.nbytes or start < 0 or base + stop > limit:
                 raise _not_as_indexed(image, key, tensor.nbytes)
+            if start == stop:
+                continue
             start += base
             stop += base
-            block = start // BLOCK_BYTES
-            if (
-                block == (stop - 1) // BLOCK_BYTES
-                and tensor.is_cpu
-                and tensor.is_contiguous()
-                and not tensor.is_conj()
-            ):
-                if place != (home, block):
-                    place, append = (home, block), plan.moves(image, block).append
-                append((start - block * BLOCK_BYTES, stop - start, tensor.data_ptr(), None))
+            if not low <= start < high:
+                low = start - start % BLOCK_BYTES
+                high = low + BLOCK_BYTES
+                append = plan.moves(image, low // BLOCK_BYTES).append
+            if stop <= high and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj():
+                append((start - low, stop - start, tensor.data_ptr(), None))
             else:
                 plan.add(image, start, stop, tensor)
         self.bytes_read += plan.run()

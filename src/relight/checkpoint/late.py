@@ -26,12 +26,12 @@ class LateParts:
         self._tensors: dict[str, torch.Tensor] = {}
         self.unclaimed: list[str] = []
 
-    def load(self, state: TrainState, parts: frozenset[str]) -> None:
-        """Find what `state` does not have (of the wanted `parts`) and load it."""
+    def load(self, state: TrainState, parts: frozenset[str], *, is_exhaustive: bool) -> None:
+        """Find what `state` does not have (of the wanted `parts`) and load it; no tensors if `is_exhaustive`."""
         live = live_keys(state)
-        keys = {key for key in self._saved.parts if "/" not in key} | {
-            key.partition("/")[0] for key in self._saved.specs
-        }
+        keys = {key for key in self._saved.parts if "/" not in key}
+        if not is_exhaustive:
+            keys |= {key.partition("/")[0] for key in self._saved.specs}
         self.unclaimed = sorted(
             key for key in keys - live if key.partition(".")[0] in parts and key.partition(".")[0] in _LATE
         )

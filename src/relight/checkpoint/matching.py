@@ -18,7 +18,7 @@ from torch import nn
 
 from relight.checkpoint import context, rng
 from relight.checkpoint.format import DTYPE_NAMES, DTYPES
-from relight.checkpoint.modules import extra_states, module_tensors
+from relight.checkpoint.modules import ModuleTensors, extra_states, module_tensors
 from relight.checkpoint.state import TrainState, part_key
 from relight.checkpoint.values import is_module, restore_value
 from relight.errors import SettingsChangedError, StateMismatchError
@@ -107,7 +107,6 @@ class Matching:
         if "model" in parts:
             for name, module in self.state.models.items():
                 self.match_module(part_key("model", name), module)
-            self._match_model_names()
         if "optimizer" in parts:
             for name in self.state.optimizers:
                 self.match_optimizer(name)
@@ -121,6 +120,13 @@ class Matching:
             self.match_data()
         if "rng" in parts:
             self.match_rng()
+        if "model" in parts and not self.is_exhaustive:
+            self._match_model_names()
+
+    @property
+    def is_exhaustive(self) -> bool:
+        """Whether every saved tensor has found its place."""
+        return len(self.targets) == len(self.saved.specs)
 
     def _match_model_names(self) -> None:
         models = tuple(f"{part_key('model', name)}/" for name in self.state.models)
@@ -157,10 +163,6 @@ class Matching:
     def match_module(self, key: str, module: nn.Module) -> None:
         """Compare one module's parameters, buffers and extra states with the saved ones under `key`."""
         found = module_tensors(module)
-        live = {
-            f"{key}/{name}": tensor for name, tensor in (*found.parameters.items(), *found.buffers.items())
-        }
-        aliases = {f"{key}/{name}" for name in found.aliases}
         prefix = f"{key}/"
         specs, saved_aliases, targets, names_of = (
             self.saved.specs,
@@ -168,24 +170,36 @@ class Matching:
             self.targets,
             DTYPE_NAMES,
         )
-        for name, tensor in live.items():
-            stored = saved_aliases.get(name, name)
-            spec = specs.get(stored)
-            if spec is not None and spec.shape == tensor.shape and spec.dtype == names_of.get(tensor.dtype):
-                targets.append((stored, tensor))
-            elif spec is not None:
-                saved = f"{spec.dtype} {list(spec.shape)}"
-                self.problems.append(f"{name}: saved {saved}, live {_spec_text(tensor)}")
-            else:
-                self.differ("missing", name, f"in the model ({_spec_text(tensor)}), not in the checkpoint")
-        unknown = (specs.keys() - live.keys()) | (saved_aliases.keys() - live.keys() - specs.keys())
+        for table in (found.parameters, found.buffers):
+            for short, tensor in table.items():
+                name = prefix + short
+                stored = saved_aliases.get(name, name) if saved_aliases else name
+                spec = specs.get(stored)
+                if spec is None:
+                    self.differ(
+                        "missing", name, f"in the model ({_spec_text(tensor)}), not in the checkpoint"
+                    )
+                elif spec.shape == tensor.shape and spec.dtype == names_of.get(tensor.dtype):
+                    targets.append((stored, tensor))
+                else:
+                    saved = f"{spec.dtype} {list(spec.shape)}"
+                    self.problems.append(f"{name}: saved {saved}, live {_spec_text(tensor)}")
+        if not self.is_exhaustive or found.aliases:
+            self._match_unknown(prefix, found)
+        self._match_extra_states(key, module)
+
+    def _match_unknown(self, prefix: str, found: ModuleTensors) -> None:
+        """Note what the checkpoint holds of a module beyond the live tensors."""
+        specs, saved_aliases = self.saved.specs, self.saved.aliases
+        live = {prefix + name for table in (found.parameters, found.buffers) for name in table}
+        aliases = {prefix + name for name in found.aliases}
+        unknown = (specs.keys() - live) | (saved_aliases.keys() - live - specs.keys())
         for name in sorted(name for name in unknown - aliases if name.startswith(prefix)):
             if "/_extra_state/" not in name:
                 self.differ("extra", name, "in the checkpoint, not in the model")
         for name in sorted(aliases):
             if name in specs:
                 self.differ("extra", name, "tied in the model, stored as a tensor of its own")
-        self._match_extra_states(key, module)
 
     def _match_extra_states(self, key: str, module: nn.Module) -> None:
         wanted = {f"{key}/{prefix}/_extra_state/": owner for prefix, owner in extra_states(module)}

@@ -28,11 +28,13 @@ class ModuleTensors:
         parameters: name -> parameter, first name of each tied parameter only.
         buffers: name -> persistent buffer, likewise.
         aliases: further name of a tied tensor -> its first name.
+        replicated: names of the parameters that DistributedDataParallel keeps equal on all ranks.
     """
 
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    replicated: set[str] = field(default_factory=set)
 
 
 def module_tensors(module: nn.Module) -> ModuleTensors:
@@ -46,51 +48,60 @@ def module_tensors(module: nn.Module) -> ModuleTensors:
     """
     found = ModuleTensors()
     first_name: dict[int, str] = {}
-    for prefix, owner in _walk(module, ""):
-        for name, tensor in owner._parameters.items():
-            if tensor is not None:
-                _place(found, found.parameters, first_name, prefix + name, tensor)
-        for name, buffer in owner._buffers.items():
-            if buffer is not None and name not in owner._non_persistent_buffers_set:
-                _place(found, found.buffers, first_name, prefix + name, buffer)
+    parameters, buffers = found.parameters, found.buffers
+    for prefix, owner, is_replicated in _walk(module, "", is_replicated=False):
+        for short, tensor in owner._parameters.items():
+            if tensor is None:
+                continue
+            name = prefix + short
+            known = first_name.setdefault(id(tensor), name)
+            if known != name:
+                found.aliases[name] = known
+                continue
+            if name in parameters or isinstance(tensor, UninitializedTensorMixin):
+                raise _unusable(name, tensor)
+            parameters[name] = tensor
+            if is_replicated:
+                found.replicated.add(name)
+        for short, buffer in owner._buffers.items():
+            if buffer is None or short in owner._non_persistent_buffers_set:
+                continue
+            name = prefix + short
+            known = first_name.setdefault(id(buffer), name)
+            if known != name:
+                found.aliases[name] = known
+                continue
+            if name in parameters or name in buffers:
+                raise _unusable(name, buffer)
+            buffers[name] = buffer
     return found
 
 
-def _place(
-    found: ModuleTensors,
-    table: dict[str, torch.Tensor],
-    first_name: dict[int, str],
-    name: str,
-    tensor: torch.Tensor,
-) -> None:
+def _unusable(name: str, tensor: torch.Tensor) -> StateMismatchError:
     if isinstance(tensor, UninitializedTensorMixin):
-        raise StateMismatchError(f"{name} is a lazy parameter: run one forward before TrainState", path=name)
-    known = first_name.setdefault(id(tensor), name)
-    if known != name:
-        found.aliases[name] = known
-    elif name in found.parameters or name in found.buffers:
-        raise StateMismatchError(
-            f"two tensors are called {name} once wrapper prefixes are dropped", path=name
-        )
+        message = f"{name} is a lazy parameter: run one forward before TrainState"
     else:
-        table[name] = tensor
+        message = f"two tensors are called {name} once wrapper prefixes are dropped"
+    return StateMismatchError(message, path=name)
 
 
 def extra_states(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield (canonical prefix without the dot, module) for every submodule that defines `get_extra_state`."""
-    for prefix, owner in _walk(module, ""):
+    for prefix, owner, _ in _walk(module, "", is_replicated=False):
         if type(owner).get_extra_state is not nn.Module.get_extra_state:
             yield prefix.removesuffix("."), owner
 
 
-def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    yield prefix, module
+def _walk(module: nn.Module, prefix: str, *, is_replicated: bool) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Yield (prefix, module, whether DistributedDataParallel keeps its parameters equal on all ranks)."""
+    is_shared = is_replicated or isinstance(module, DistributedDataParallel)
+    yield prefix, module, is_shared
     is_parallel = isinstance(module, DataParallel | DistributedDataParallel)
     for name, child in module._modules.items():
         if child is None:
             continue
         dropped = name in _WRAPPER_NAMES or (is_parallel and name == "module")
-        yield from _walk(child, prefix if dropped else f"{prefix}{name}.")
+        yield from _walk(child, prefix if dropped else f"{prefix}{name}.", is_replicated=is_shared)
 
 
 class ModuleView:
@@ -117,7 +128,7 @@ class ModuleView:
     def _walk_again(self) -> None:
         self._extra_states = list(extra_states(self.module))
         self._found = module_tensors(self.module)
-        owners = [owner for _, owner in _walk(self.module, "")]
+        owners = [owner for _, owner, _ in _walk(self.module, "", is_replicated=False)]
         tables = [(owner._parameters, owner._buffers, owner._modules) for owner in owners]
         self._tables = [table for three in tables for table in three]
         self._contents = [list(table.values()) for table in self._tables]

@@ -67,6 +67,12 @@ class Restorer:
         Returns:
             The step to go on from, and what was restored.
         """
+        with _collector_paused():
+            return self._start(step, source, parts)
+
+    def _start(
+        self, step: int | None, source: str | None, parts: frozenset[str]
+    ) -> tuple[int, Restored | None]:
         is_whole = parts == frozenset(PARTS)
         held, slots = self._keeping.inventory(), self._keeping.slots
         own_step = step if source is None else None
@@ -140,7 +146,7 @@ class Restorer:
                 matching.differ("changed", "world_size", text)
             matching.match_parts(parts)
             late = LateParts(saved, self._allow)
-            late.load(self._state, parts)
+            late.load(self._state, parts, is_exhaustive=matching.is_exhaustive)
             matching.apply()
             self._state.await_late(late)
             for text in matching.allowed:

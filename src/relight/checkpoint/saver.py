@@ -87,7 +87,7 @@ class Saver:
 
     def prepare(self, step: int) -> None:
         """Have a slot made and touched in the background for the state as it is now."""
-        table = self._state.collect(step)
+        table = self._state.collect(step, num_ranks=self._group.world_size)
         self._wanted_bytes = self._plan_for(table).layout.image_bytes
         self._jobs.put(("acquire", 0))
 
@@ -112,7 +112,7 @@ class Saver:
         """
         self.release()
         started = self._clock.monotonic()
-        table = self._state.collect(step)
+        table = self._state.collect(step, num_ranks=self._group.world_size)
         plan = self._plan_for(table)
         self._wanted_bytes = plan.layout.image_bytes
         index, slot = self._take_slot(plan.layout.image_bytes, wait=must_save)

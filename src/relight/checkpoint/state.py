@@ -130,6 +130,7 @@ class TrainState:
         self._views: dict[str, OptimizerView] = {}
         self._module_views: dict[int, ModuleView] = {}
         self._late: Any = None
+        self._is_alone = True
         self._plain_cache: dict[str, tuple[list[str], tuple[Any, list[str]]]] = {}
         for name in self.extra:
             _check_extra_name(name)
@@ -169,9 +170,16 @@ class TrainState:
         if self._late is not None:
             self._late.claim(self, name)
 
-    def collect(self, step: int) -> StateTable:
-        """Return the state as it is now, between two optimizer steps; `step` is the number of steps done."""
+    def collect(self, step: int, *, num_ranks: int = 1) -> StateTable:
+        """Return the state as it is now, between two optimizer steps.
+
+        Args:
+            step: number of steps done.
+            num_ranks: with several, parameters and optimizer state count as replicated only below
+                DistributedDataParallel; what nothing keeps equal belongs to its rank.
+        """
         table = StateTable()
+        self._is_alone = num_ranks == 1
         for key, module, owner_of in self._modules():
             self._collect_module(table, key, module, is_owned=owner_of)
         self._collect_optimizers(table)
@@ -179,7 +187,8 @@ class TrainState:
             for name, obj in objects.items():
                 key = part_key(part, name)
                 table.parts[key] = capture_value(obj, path=f"{key}/", sink=table.sink())
-                table.compared[key] = table.parts[key]
+                if self._is_replicated():
+                    table.compared[key] = table.parts[key]
         for name, value in self.extra.items():
             if not is_module(value):
                 key = f"extra.{name}"
@@ -256,7 +265,8 @@ class TrainState:
         is_declared = key.startswith("extra.") and is_owned
         for name, tensor in found.parameters.items():
             owner = owners.get(id(tensor), 0 if is_declared and self.optimizers else None)
-            table.put(f"{key}/{name}", tensor, owner=owner)
+            is_mine = not self._is_alone and name not in found.replicated
+            table.put(f"{key}/{name}", tensor, per_rank=is_mine, owner=owner)
         for name, tensor in found.buffers.items():
             # DDP hands rank 0's buffers to everyone at the next forward; until then each rank's are its own.
             table.put(
@@ -274,16 +284,17 @@ class TrainState:
             key = part_key("optimizer", name)
             view = self._view(name)
             keys, tensors, is_plain = view.tensors()
+            is_mine = not self._is_replicated(view)
             cached = self._plain_cache.get(key)
             if is_plain and cached is not None and cached[0] == keys:
                 table.keys += keys
                 table.tensors += tensors
-                table.is_per_rank += [False] * len(keys)
+                table.is_per_rank += [is_mine] * len(keys)
                 table.owners += [at] * len(keys)
                 encoded, on_host = cached[1]
             else:
                 start = len(table.keys)
-                encoded, on_host = view.encode_state(table.sink(owner=at)), view.host_keys()
+                encoded, on_host = view.encode_state(table.sink(owner=at, per_rank=is_mine)), view.host_keys()
                 if is_plain and table.keys[start:] == keys:
                     self._plain_cache[key] = (keys, (encoded, on_host))
             table.parts[key] = {
@@ -292,7 +303,18 @@ class TrainState:
                 "state": encoded,
                 "on_host": on_host,
             }
-            table.compared[key] = table.parts[key]["groups"]
+            if not is_mine:
+                table.compared[key] = table.parts[key]["groups"]
+
+    def _is_replicated(self, view: OptimizerView | None = None) -> bool:
+        """Return whether all parameters (of an optimizer) are kept equal on all ranks, or there is one rank only."""
+        if self._is_alone:
+            return True
+        views = {id(module): self._module_view(module).tensors() for module in self.models.values()}
+        shared = {id(found.parameters[name]) for found in views.values() for name in found.replicated}
+        if view is None:
+            return bool(shared)
+        return all(id(parameter) in shared for parameter in view.parameters().values())
 
     def _module_view(self, module: nn.Module) -> ModuleView:
         view = self._module_views.get(id(module))

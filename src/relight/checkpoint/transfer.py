@@ -27,6 +27,7 @@ __all__ = ["BadBlock", "Image", "ImageCopy", "LoadPlan", "Move", "SlotCopy", "St
 
 MAPPED_THREADS = 2
 READ_THREADS = 3
+_SMALL_BYTES = 64 * 1024
 _BAD = (CopyError, RetryableError)
 
 
@@ -163,7 +164,7 @@ class Image:
             for index in range(1, -(-length // BLOCK_BYTES)):
                 header += bytes(self.verified_block(index, None)[: length - len(header)])
             self.data_start = length
-            self._entries = parse_header(header, image_bytes=self.image_bytes, path=self.place)
+            self._entries = parse_header(header, path=self.place)
         return self._entries
 
 
@@ -214,6 +215,10 @@ class LoadPlan:
         """Fill `tensor` from bytes [start, stop) of `image`, beginning `start_bytes` into its contiguous order."""
         if stop <= start:
             return
+        if start < 0 or stop > image.image_bytes:
+            raise CorruptionError(
+                f"{image.place}: bytes {start} to {stop} lie outside the image", path=image.place
+            )
         staging: _Staging | None = None
         if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj():
             address = tensor.data_ptr() + start_bytes
@@ -248,6 +253,10 @@ class LoadPlan:
             return 0
         is_mapped = all(image.is_mapped for image, _, _ in blocks)
         threads = num_threads or (MAPPED_THREADS if is_mapped else READ_THREADS)
+        num_moves = sum(len(moves) for _, _, moves in blocks)
+        if is_mapped and len(blocks) * BLOCK_BYTES < num_moves * _SMALL_BYTES:
+            # Many small moves spend their time in the interpreter, which threads would only fight for.
+            threads = 1
         work = _Work(blocks, is_mapped=is_mapped, on_bytes=on_bytes)
         workers = [
             threading.Thread(target=work.run, name=f"relight-load-{at}")
