@@ -39,6 +39,7 @@ def image_of(step: int, rank: int) -> bytes:
 
 def drain(catalog: Catalog, told: Told) -> None:
     """Do what the keeper does with the snapshots it holds; those it did not report as stored are still there."""
+    told.committed += [step for step, _ in catalog.tidy()]
     if not told.generation:
         claim(catalog, told)
     for info in catalog.committed():
@@ -83,7 +84,9 @@ def check(root: Path, told: Told) -> None:
     survey = catalog.survey()
     assert survey.problems == ()
     stored = [info.step for info in survey.checkpoints]
-    assert set(told.committed[-KEEP:]) <= set(stored)
+    # Retention may have run for a newer one whose commit this process did not live to report.
+    for step in told.committed[-KEEP:]:
+        assert step in stored or sum(newer > step for newer in stored) >= KEEP
     if told.generation:
         assert told.generation in [one.generation for one in catalog.generations()]
     for info in survey.checkpoints:

@@ -127,9 +127,9 @@ def test_what_is_stored_whole_is_committed_at_the_next_start(catalog: Catalog) -
     for rank in (0, 1):
         store_rank(catalog, rank, run=run)
     store_rank(catalog, 0, step=20, run=run)
-    assert catalog.commit_complete() == [(10, 1)]
+    assert catalog.tidy() == [(10, 1)]
     assert steps(catalog.candidates()) == [(10, 1)]
-    assert catalog.commit_complete() == []
+    assert catalog.tidy() == []
 
 
 def test_a_complete_step_off_the_lineage_is_left_alone(catalog: Catalog) -> None:
@@ -137,7 +137,7 @@ def test_a_complete_step_off_the_lineage_is_left_alone(catalog: Catalog) -> None
     for rank in (0, 1):
         store_rank(catalog, rank, run=catalog.generations()[0].run)
     catalog.claim(parent(5, 1))
-    assert catalog.commit_complete() == []
+    assert catalog.tidy() == []
 
 
 def store_rank(catalog: Catalog, rank: int, *, step: int = 10, world_size: int = 2, **facts) -> None:

@@ -78,7 +78,7 @@ class Restorer:
         own_step = step if source is None else None
         if self._group.rank == 0:
             for catalog in self._run.catalogs:
-                for done, generation in catalog.commit_complete():
+                for done, generation in catalog.tidy():
                     self._emit("save_committed", done, of_generation=generation, tier=catalog.backend.url)
         found = self.restore(self._run.catalogs, held, slots, step=own_step, parts=parts)
         origin: str | None = None

@@ -102,10 +102,12 @@ class Catalog:
         found = max(self.survey().checkpoints, key=lambda info: info.generation, default=None)
         return found.run if found is not None else None
 
-    def commit_complete(self) -> list[tuple[int, int]]:
-        """Commit every step of the lineage that is stored whole but for its manifest, as after a power cut.
+    def tidy(self) -> list[tuple[int, int]]:
+        """Settle what a crash or a power cut has left; for the start of a generation. Durable after return.
 
-        Durable after return; a step that lacks something, or whose records do not belong together, is left alone.
+        Steps of the lineage that are stored whole but for their manifest are committed; a step that lacks something,
+        or whose records do not belong together, is left alone. Interrupted writes of images are removed from verified
+        steps, which need no more of them.
 
         Returns:
             (step, generation) of the steps that were committed.
@@ -116,6 +118,10 @@ class Catalog:
             with suppress(CopyError, DesyncError, UnknownFormatError):
                 if inventory.lineage.holds(step, generation) and self.commit(step, generation) is not None:
                     done.append((step, generation))
+        for info in inventory.checkpoints:
+            for name in self.backend.unfinished(f"{step_dir(info.step, info.generation)}/"):
+                if info.verified and name.endswith(".safetensors"):
+                    self.backend.delete(name)
         return done
 
     def generations(self) -> list[Generation]:
