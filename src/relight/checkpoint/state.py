@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from relight.checkpoint import context, rng
 from relight.checkpoint.data import DataPart, attach_data
-from relight.checkpoint.modules import ModuleTensors, ModuleView, extra_states, module_tensors
+from relight.checkpoint.modules import ModuleView, module_tensors
 from relight.checkpoint.optimizers import OptimizerView
 from relight.checkpoint.values import PerRank, capture_value, is_module
 from relight.errors import ConfigError
@@ -236,16 +236,6 @@ class TrainState:
         """Return the user's settings and those of the data part (``data.global_batch`` and so on)."""
         of_data = self.data.settings() if self.data is not None else {}
         return {**self.settings, **{f"data.{key}": value for key, value in of_data.items()}}
-
-    def module_table(self) -> dict[str, ModuleTensors]:
-        """Return key prefix -> tensors for every module of the state, extras included."""
-        return {key: module_tensors(module) for key, module, _ in self._modules()}
-
-    def module_states(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield (key, submodule) for every submodule with an extra state of its own."""
-        for key, module, _ in self._modules():
-            for prefix, owner in extra_states(module):
-                yield f"{key}/{prefix}", owner
 
     def view(self, name: str) -> OptimizerView:
         """Return the view of optimizer `name` ("" for the only one)."""

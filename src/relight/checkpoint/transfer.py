@@ -235,11 +235,10 @@ class LoadPlan:
             start = end
             index += 1
 
-    def run(self, *, on_bytes: Callable[[int], None] | None = None, num_threads: int | None = None) -> int:
+    def run(self, *, num_threads: int | None = None) -> int:
         """Fill every target.
 
         Args:
-            on_bytes: called with the number of bytes of each block that is done.
             num_threads: None for what suits the images.
 
         Returns:
@@ -257,7 +256,7 @@ class LoadPlan:
         if is_mapped and len(blocks) * BLOCK_BYTES < num_moves * _SMALL_BYTES:
             # Many small moves spend their time in the interpreter, which threads would only fight for.
             threads = 1
-        work = _Work(blocks, is_mapped=is_mapped, on_bytes=on_bytes)
+        work = _Work(blocks, is_mapped=is_mapped)
         workers = [
             threading.Thread(target=work.run, name=f"relight-load-{at}")
             for at in range(min(threads, len(blocks)) - 1)
@@ -280,13 +279,11 @@ class _Work:
         blocks: list[tuple[Image, int, list[Move]]],
         *,
         is_mapped: bool,
-        on_bytes: Callable[[int], None] | None,
     ) -> None:
         self.failures: list[BaseException] = []
         self.num_bytes = 0
         self._pending = iter(blocks)
         self._is_mapped = is_mapped
-        self._on_bytes = on_bytes
         self._lock = threading.Lock()
 
     def run(self) -> None:
@@ -303,8 +300,6 @@ class _Work:
                 return
             with self._lock:
                 self.num_bytes += num_bytes
-                if self._on_bytes is not None:
-                    self._on_bytes(num_bytes)
 
 
 def _handle(image: Image, index: int, moves: list[Move], bounce: memoryview | None) -> int:
