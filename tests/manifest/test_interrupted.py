@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from relight import stages
+from relight.clock import ManualClock
 from relight.errors import StorageFullError, StorageUnavailableError
 from relight.manifest.catalog import POINTS, Catalog
 from relight.manifest.names import image_name, manifest_name, record_name
@@ -35,7 +36,8 @@ KEEP_ONE = RetentionRule(keep=1)
 
 
 def catalog_of(root: Path, files: Files | None = None) -> Catalog:
-    return Catalog(LocalBackend(root, files if files is not None else UnsyncedFiles()))
+    # A clock that stands still: a mark's time has more or fewer digits, and a save always has as many bytes.
+    return Catalog(LocalBackend(root, files if files is not None else UnsyncedFiles()), ManualClock())
 
 
 def started(root: Path) -> Path:
