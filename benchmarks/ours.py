@@ -52,7 +52,9 @@ class Relight(Method):
 
     def source(self) -> str:
         events = [event for event in read_events(self.root / "events") if event.kind == "restore_done"]
-        return str(max(events, key=lambda event: event.at).fields["place"])
+        place = str(max(events, key=lambda event: event.at).fields["place"])
+        # The kind of place; where this machine has it is nobody's business.
+        return place.partition(":")[0]
 
     def stall_seconds(self) -> float | None:
         return self.checkpointer.last_stall_seconds
