@@ -14,6 +14,7 @@ from relight.checkpoint.per_sample import PerSampleDataset, SampleId, per_sample
 from relight.checkpoint.rng import derive_seed, is_generator
 from relight.checkpoint.sampler import ElasticSampler
 from relight.checkpoint.stateful import StatefulLoaderPart, StatefulPart, has_state, refuse_open_iterator
+from relight.checkpoint.stream import FileStream
 from relight.errors import ConfigError, StateMismatchError
 
 __all__ = ["DataPart", "SampleId", "attach_data", "per_sample_rng"]
@@ -24,7 +25,7 @@ class DataPart(Protocol):
 
     @property
     def kind(self) -> str:
-        """``"elastic"``, ``"loader"`` or ``"stateful"``."""
+        """``"elastic"``, ``"stream"``, ``"loader"`` or ``"stateful"``."""
         ...
 
     @property
@@ -79,8 +80,8 @@ def attach_data(data: Any, *, seed: int) -> DataPart:
     told. Attaching the same loader again replaces the former part; dropping the part lets go of the loader.
 
     Args:
-        data: an ElasticSampler; a DataLoader around one, or around any other map-style sampler; or anything with
-            `state_dict` and `load_state_dict`.
+        data: an ElasticSampler or a FileStream; a DataLoader around one, or around any other map-style sampler; or
+            anything with `state_dict` and `load_state_dict`.
         seed: of the loader's generators; the seed of torch's global generator goes in too, so that ranks that were
             seeded differently shuffle differently.
 
@@ -89,6 +90,10 @@ def attach_data(data: Any, *, seed: int) -> DataPart:
     """
     if isinstance(data, ElasticSampler):
         return ElasticPart(data)
+    if isinstance(data, FileStream):
+        from relight.checkpoint.stream_part import StreamPart
+
+        return StreamPart(data.sampler)
     if isinstance(data, DataLoader):
         return _attach_loader(data, seed)
     if has_state(data) and not is_generator(data):
@@ -103,6 +108,10 @@ def _attach_loader(loader: DataLoader[Any], seed: int) -> DataPart:
     _check_per_sample(loader.dataset)
     if loader.num_workers > 0 and not getattr(loader, "in_order", True):
         raise ConfigError("data=: a DataLoader with in_order=False yields batches in no repeatable order")
+    if isinstance(loader.dataset, FileStream):
+        from relight.checkpoint.stream_part import StreamLoaderPart
+
+        return StreamLoaderPart.of(loader, loader.dataset, seed=seed)
     is_iterable = isinstance(loader.dataset, IterableDataset)
     index_sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     if isinstance(index_sampler, TrackedSampler):
@@ -115,7 +124,8 @@ def _attach_loader(loader: DataLoader[Any], seed: int) -> DataPart:
     if is_iterable:
         raise ConfigError(
             f"data=: {type(loader.dataset).__qualname__} is iterable-style, and a plain DataLoader cannot say where"
-            " it stands; use torchdata's StatefulDataLoader, or a map-style dataset with relight.ElasticSampler"
+            " it stands; use relight.FileStream, torchdata's StatefulDataLoader, or a map-style dataset with"
+            " relight.ElasticSampler"
         )
     return LoaderPart(loader, seed=seed)
 
@@ -194,16 +204,18 @@ class ElasticLoaderPart(ElasticPart):
     in another thread than the one that steps. And the loader's batch must divide this rank's part of a global batch.
     """
 
-    def __init__(self, loader: DataLoader[Any], sampler: ElasticSampler, *, seed: int) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], sampler: ElasticSampler, *, seed: int, source: Any = None
+    ) -> None:
         super().__init__(sampler)
-        if sampler.num_samples > len(loader.dataset):  # type: ignore[arg-type]
+        if source is None and sampler.num_samples > len(loader.dataset):  # type: ignore[arg-type]
             raise ConfigError(
                 f"ElasticSampler has num_samples={sampler.num_samples}, the dataset has only"
                 f" {len(loader.dataset)}"  # type: ignore[arg-type]
             )
         self._loader = loader
         self._seed = seed
-        self._takeover = LoaderTakeover(loader, plan=self._plan, wraps=TrackedSampler)
+        self._takeover = LoaderTakeover(loader, plan=self._plan, wraps=TrackedSampler, source=source)
 
     @property
     def iterators_made(self) -> int:
@@ -241,7 +253,7 @@ class ElasticLoaderPart(ElasticPart):
         if previous is not None and previous.is_finished():
             start = max(start, (previous.epoch + 1) * sampler.steps_per_epoch)
         sampler.start_next_at(start)
-        return LoaderPass(epoch=start // sampler.steps_per_epoch, start=start)
+        return LoaderPass(epoch=start // sampler.steps_per_epoch, start=start % sampler.steps_per_epoch)
 
     def _check_batch_size(self) -> None:
         part = self._sampler.global_batch // self._sampler.world_size
@@ -258,14 +270,15 @@ class ElasticLoaderPart(ElasticPart):
     def _check_consumption(self, made: LoaderPass, step: int) -> None:
         sampler = self._sampler
         position = sampler.position_at(step)
-        ahead = made.yielded_samples - sampler.samples_of_rank(made.start, position)
+        begin = made.epoch * sampler.steps_per_epoch + made.start
+        ahead = made.yielded_samples - sampler.samples_of_rank(begin, position)
         is_left_out = made.is_finished() and position == (made.epoch + 1) * sampler.steps_per_epoch
         part = sampler.global_batch // sampler.world_size
         slack = 2 * part + 16 * made.largest
         if (ahead < 0 and not is_left_out) or (ahead > slack and made.thread == threading.get_ident()):
             taken = "fewer" if ahead < 0 else "more"
             raise ConfigError(
-                f"at step {step} the loop has taken {taken} samples from the data loader than {position - made.start}"
+                f"at step {step} the loop has taken {taken} samples from the data loader than {position - begin}"
                 f" steps of this epoch consume ({made.yielded_samples} taken; {part} per step on this rank, by"
                 f" global_batch={sampler.global_batch}); make global_batch = batch size x accumulation x ranks, and"
                 " call step() once per optimizer step"

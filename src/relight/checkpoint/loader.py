@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data.dataloader import _DatasetKind
 
 from relight.checkpoint.per_sample import PerSampleDataset, tag_ids
 from relight.checkpoint.rng import RngStream, capture_generator, derive_seed, is_generator, restore_generator
@@ -37,7 +38,7 @@ class LoaderPass:
     skip: int = 0
     """Batches at the start of the epoch that an earlier process consumed."""
     start: int = 0
-    """Position of an ElasticSampler at which this pass starts."""
+    """Global batches of the epoch before the first that this pass takes (of an ElasticSampler)."""
     generators: dict[str, Any] | None = None
     """States, at the start of the epoch, of the generators that samplers own."""
     total: int | None = None
@@ -81,6 +82,7 @@ class LoaderTakeover:
     """The hooks inside one DataLoader, which live as long as this object; taking over again replaces them.
 
     References go from here to the loader, never back: a loader that is dropped stops its workers at once, as ever.
+    With a `source`, the loader asks its dataset for what the source hands out, whatever its kind was.
 
     Attributes:
         current: the pass that yielded last, or the newest one; None before the first.
@@ -88,7 +90,12 @@ class LoaderTakeover:
     """
 
     def __init__(
-        self, loader: DataLoader[Any], *, plan: PlanPass, wraps: type[TrackedSampler] | None
+        self,
+        loader: DataLoader[Any],
+        *,
+        plan: PlanPass,
+        wraps: type[TrackedSampler] | None,
+        source: Any = None,
     ) -> None:
         detach(loader)
         self.loader = loader
@@ -100,11 +107,13 @@ class LoaderTakeover:
         self._is_making = False
         self._slots: weakref.WeakKeyDictionary[Any, list[LoaderPass]] = weakref.WeakKeyDictionary()
         place = "batch_sampler" if loader.batch_sampler is not None else "sampler"
-        self.inner = getattr(loader, place)
+        self.inner = getattr(loader, place) if source is None else source
         self.samplers = samplers_in(self.inner)
         self._hooks = _Hooks()
         self._own = [torch.Generator()]
         self._hooks.put(loader, "generator", self._own[0])
+        if source is not None:
+            self._hooks.put(loader, "_dataset_kind", _DatasetKind.Map)
         for sampler in self.samplers:
             if isinstance(sampler, _SHUFFLING) and sampler.generator is None:
                 self._own.append(torch.Generator())
