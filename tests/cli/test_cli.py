@@ -11,11 +11,11 @@ import sys
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from relight.cli import main
 from relight.cli.exits import report
+from relight.cli.layouts import layout_words, ownership
 from relight.cli.runs import plain
 from relight.cli.verbs import VERBS, load_verb
 from relight.errors import (
@@ -28,10 +28,12 @@ from relight.errors import (
     StorageFullError,
 )
 from relight.manifest.catalog import Catalog
-from relight.manifest.manifest import IN_PIECES, PER_RANK, IndexEntry, Parent, Piece
+from relight.manifest.index import StoredIndex
+from relight.manifest.manifest import EQUAL, IN_PIECES, PER_RANK, IndexEntry, Parent
 from relight.manifest.names import image_name, manifest_name
+from relight.manifest.shard import Box, Layout, Piece, Spread
 from relight.storage.local import LocalBackend
-from relight.testing.checkpoints import sample_image, sample_record, write_checkpoint
+from relight.testing.checkpoints import write_checkpoint
 from relight.testing.files import UnsyncedFiles
 
 TWO_RANKS = [
@@ -99,7 +101,7 @@ def test_ls_json_lists_checkpoints_newest_first_with_the_fields_that_scripts_rel
     assert listed[2] == {
         "step": 10,
         "generation": 1,
-        "bytes": sum(path.stat().st_size for path in catalog.backend.root.glob("step-*10.g*/*")),
+        "bytes": sum(path.stat().st_size for path in catalog.backend.root.glob("step-*10.g*/*.safetensors")),
         "committed": "2023-11-14T22:13:31.000+00:00",
         "tiers": [catalog.backend.url],
         "verified": True,
@@ -183,7 +185,7 @@ def test_show_prints_the_same_for_people(run) -> None:
         "rng:          python, torch",
     ):
         assert line in out.splitlines()
-    assert "model/b      F32    32     replicated  128 B" in out
+    assert "model/b      float32  32     whole on rank 0  128 B" in out
 
 
 def test_show_of_one_step_of_several_generations(run) -> None:
@@ -271,10 +273,10 @@ def test_differences_are_named_and_exit_with_1(run, catalog: Catalog) -> None:
     found = json.loads(out)
     assert (code, found["equal"], found["left"]["step"], found["right"]["step"]) == (1, False, 15, 30)
     assert [(d["kind"], d["key"], d["message"]) for d in found["differences"]] == [
-        ("changed", "model/a", "U8 [64]: other content"),
-        ("changed", "model/b", "F32 [32] -> I32 [32]"),
-        ("added", "new/d", "U8 [64]"),
-        ("removed", "optimizer/c", "U8 [64]"),
+        ("changed", "model/a", "uint8 [64]: other content"),
+        ("changed", "model/b", "float32 [32] -> int32 [32]"),
+        ("added", "new/d", "uint8 [64]"),
+        ("removed", "optimizer/c", "uint8 [64]"),
         ("changed", "context of rank 0/data/epoch", "1 -> 2"),
         ("added", "context of rank 0/more", "1"),
         ("changed", "context of rank 1/data/epoch", "1 -> 2"),
@@ -292,8 +294,19 @@ def test_a_layout_is_no_difference_in_content(run, catalog: Catalog, tmp_path: P
     assert code == 1
 
 
-def pieces(key: str, boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[Piece, ...]:
-    return tuple(Piece(rank, key, offsets, sizes) for rank, (offsets, sizes) in enumerate(boxes))
+SHAPE = (4, 16, 2)
+ITEMS = [struct.pack("<i", number) for number in range(128)]
+
+
+def cut(box: Box) -> tuple[str, tuple[int, ...], bytes]:
+    """Return the box of a tensor of `SHAPE` that counts up from 0."""
+    places = itertools.product(*(range(o, o + s) for o, s in zip(*box, strict=True)))
+    return "I32", box.sizes, b"".join(ITEMS[(x * 16 + y) * 2 + z] for x, y, z in places)
+
+
+def write_whole(root: Path, num_ranks: int) -> None:
+    tensors = [{"w": cut(Box((0, 0, 0), SHAPE))}, *([{}] * (num_ranks - 1))]
+    write_checkpoint(Catalog(LocalBackend(root, UnsyncedFiles())), 1, tensors=tensors)
 
 
 @pytest.mark.parametrize(
@@ -308,34 +321,123 @@ def pieces(key: str, boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> tu
 )
 def test_tensors_in_pieces_are_compared_as_wholes(tmp_path: Path, capsys, boxes) -> None:
     """A tensor of shape 4 x 16 x 2, items of 4 bytes, whole in one run and cut up in the other."""
-    shape = (4, 16, 2)
-    items = [struct.pack("<i", number) for number in range(128)]
-    left, right = (Catalog(LocalBackend(tmp_path / name)) for name in ("left", "right"))
-    write_checkpoint(left, 1, tensors=[{"w": ("I32", shape, b"".join(items))}, *([{}] * (len(boxes) - 1))])
-    cut = []
-    for offsets, sizes in boxes:
-        places = itertools.product(*(range(o, o + s) for o, s in zip(offsets, sizes, strict=True)))
-        cut.append({"w": ("I32", sizes, b"".join(items[(x * 16 + y) * 2 + z] for x, y, z in places))})
-    index = {"w": IndexEntry("I32", shape, IN_PIECES, pieces("w", boxes))}
-    write_checkpoint(right, 1, tensors=cut, index=index)
+    write_whole(tmp_path / "left", len(boxes))
+    pieces = tuple(Piece(rank, "w", *box) for rank, box in enumerate(boxes))
+    write_checkpoint(
+        Catalog(LocalBackend(tmp_path / "right")),
+        1,
+        tensors=[{"w": cut(Box(*box))} for box in boxes],
+        index={"w": IndexEntry("int32", SHAPE, IN_PIECES, pieces)},
+    )
     assert main(["diff", str(tmp_path / "left"), str(tmp_path / "right")]) == 0
     flip(tmp_path / "right" / image_name(1, 1, len(boxes) - 2), -5)
     assert main(["diff", str(tmp_path / "left"), str(tmp_path / "right")]) == 1
-    assert "w: I32 [4, 16, 2]: other content" in capsys.readouterr().out
+    assert "w: int32 [4, 16, 2]: other content" in capsys.readouterr().out
 
 
-def write_per_rank(root: Path, values: list[bytes]) -> Catalog:
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (Layout.on((4,), range(4), ((0, 0),)), "sharded dim 0 over 4"),
+        (Layout.on((2, 2), range(4), ((1, 0),)), "sharded dim 0 over 2, replicated on 2"),
+        (Layout.on((2, 2), range(4), ((0, 0), (1, 1))), "sharded dim 0 over 2, dim 1 over 2"),
+        (Layout.on((2, 2), (3, 1, 0, 2), ((1, 1), (0, 1))), "sharded dim 1 over 2 x 2"),
+        (Layout.on((4,), range(4)), "replicated on 4"),
+    ],
+)
+def test_tensors_that_a_rule_spreads_are_compared_as_wholes_and_shown_in_words(
+    tmp_path: Path, capsys, layout: Layout, words: str
+) -> None:
+    write_whole(tmp_path / "left", 4)
+    spread = Spread(layout, [("w", 4, SHAPE)])
+    write_checkpoint(
+        Catalog(LocalBackend(tmp_path / "right", UnsyncedFiles())),
+        1,
+        tensors=[
+            {piece.name: cut(piece.box) for piece in spread.stored_by(rank).values()} for rank in range(4)
+        ],
+        index={"w": IndexEntry("int32", SHAPE, 0)},
+        layouts=[layout],
+    )
+    assert main(["diff", str(tmp_path / "left"), str(tmp_path / "right")]) == 0
+    flip(tmp_path / "right" / image_name(1, 1, 2), -5)
+    assert main(["diff", str(tmp_path / "left"), str(tmp_path / "right")]) == 1
+    assert "w: int32 [4, 16, 2]: other content" in capsys.readouterr().out
+    assert main(["show", str(tmp_path / "right"), "--tensors", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["tensors"] == [
+        {
+            "name": "w",
+            "dtype": "int32",
+            "shape": [4, 16, 2],
+            "ownership": "sharded" if layout.splits else "replicated",
+            "layout": words,
+            "bytes": 512,
+        }
+    ]
+    assert {part["part"]: (part["tensors"], part["bytes"]) for part in shown["parts"]} == {"w": (1, 512)}
+
+
+def test_a_layout_in_words() -> None:
+    entries = {
+        "a": IndexEntry("int8", (4,), PER_RANK),
+        "b": IndexEntry(
+            "int8", (4,), IN_PIECES, (Piece(0, "b@0:2", (0,), (2,)), Piece(1, "b@2:4", (2,), (2,)))
+        ),
+        "c": IndexEntry("int8", (4,), 0),
+        "d": IndexEntry("int8", (4,), 1),
+        "e": IndexEntry("int8", (4,), EQUAL),
+    }
+    index = StoredIndex(entries, [Layout(base=3), Layout.on((1, 1), [5], ((0, 0),))])
+    assert [layout_words(index, key) for key in entries] == [
+        "per rank",
+        "in 2 pieces",
+        "whole on rank 3",
+        "whole on rank 5",
+        "per rank, all equal",
+    ]
+    assert [ownership(index, key) for key in entries] == ["per-rank", "sharded", *["replicated"] * 3]
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [((0, 0, 0), (2, 16, 2)), ((3, 0, 0), (1, 16, 2))],
+        [((0, 0, 0), (2, 16, 2)), ((1, 0, 0), (2, 16, 2))],
+        [((0, 0, 0), (2, 16, 2)), ((3, 0, 0), (2, 16, 2))],
+    ],
+)
+def test_pieces_that_leave_a_hole_are_an_error_and_no_content(tmp_path: Path, capsys, boxes) -> None:
+    write_whole(tmp_path / "left", 2)
+    pieces = tuple(Piece(rank, "w", *box) for rank, box in enumerate(boxes))
+    write_checkpoint(
+        Catalog(LocalBackend(tmp_path / "right", UnsyncedFiles())),
+        1,
+        tensors=[{"w": cut(Box((0, 0, 0), sizes))} for _, sizes in boxes],
+        index={"w": IndexEntry("int32", SHAPE, IN_PIECES, pieces)},
+    )
+    assert main(["diff", str(tmp_path / "left"), str(tmp_path / "right")]) != 0
+    assert "w: the pieces in the index do not cover the tensor once" in capsys.readouterr().err
+
+
+def write_per_rank(root: Path, values: list[bytes], layout: int = PER_RANK) -> None:
     """Store a checkpoint of step 1 in which every rank has a value of its own under the key ``rng/state``."""
-    catalog = Catalog(LocalBackend(root, UnsyncedFiles()))
-    for rank, value in enumerate(values):
-        image = sample_image({"rng/state": ("U8", (64,), value)})
-        catalog.put_image(1, 1, rank, image)
-        index = {"rng/state": IndexEntry("uint8", (64,), PER_RANK)} if rank == 0 else None
-        record = sample_record(image, step=1, rank=rank, world_size=len(values), index=index)
-        draft = msgspec.structs.replace(record.draft, local={"rng/state": ("uint8", (64,))})
-        catalog.put_record(msgspec.structs.replace(record, draft=draft))
-    catalog.commit(1, 1)
-    return catalog
+    write_checkpoint(
+        Catalog(LocalBackend(root, UnsyncedFiles())),
+        1,
+        tensors=[{"rng/state": ("U8", (64,), value)} for value in values],
+        index={"rng/state": IndexEntry("uint8", (64,), layout)},
+        local=[{"rng/state": ("uint8", (64,))} for _ in values],
+    )
+
+
+def test_values_of_the_ranks_that_are_equal_are_compared_once(tmp_path: Path, capsys) -> None:
+    for name, values in (("two", [b"a" * 64] * 2), ("three", [b"a" * 64] * 3), ("other", [b"b" * 64] * 2)):
+        write_per_rank(tmp_path / name, values, EQUAL)
+    assert main(["diff", str(tmp_path / "two"), str(tmp_path / "three")]) == 1
+    assert capsys.readouterr().out == "changed  world size: 2 -> 3\n1 difference\n"
+    assert main(["diff", str(tmp_path / "two"), str(tmp_path / "other")]) == 1
+    assert capsys.readouterr().out == "changed  rng/state: uint8 [64]: other content\n1 difference\n"
 
 
 def test_values_of_each_rank_are_compared_and_shown_by_rank(tmp_path: Path, capsys) -> None:
@@ -346,7 +448,14 @@ def test_values_of_each_rank_are_compared_and_shown_by_rank(tmp_path: Path, caps
     assert "changed  rng/state [rank 1]: uint8 [64]: other content" in capsys.readouterr().out
     assert main(["show", str(tmp_path / "left"), "--tensors", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tensors"] == [
-        {"name": "rng/state", "dtype": "uint8", "shape": [64], "ownership": "per-rank", "bytes": 128}
+        {
+            "name": "rng/state",
+            "dtype": "uint8",
+            "shape": [64],
+            "ownership": "per-rank",
+            "layout": "per rank",
+            "bytes": 128,
+        }
     ]
 
 

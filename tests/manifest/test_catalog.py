@@ -12,7 +12,7 @@ from relight.clock import ManualClock
 from relight.errors import ConfigError, CorruptionError, DesyncError, MissingCopyError, StopError
 from relight.manifest.catalog import Catalog, CheckpointInfo
 from relight.manifest.commit import build_manifest
-from relight.manifest.manifest import Manifest, Parent
+from relight.manifest.manifest import Manifest, Parent, digest_in, encode_file
 from relight.manifest.names import generation_name, image_name, manifest_name, marker_name, record_name
 from relight.policy.checkpoint import RetentionRule
 from relight.storage.local import LocalBackend
@@ -259,6 +259,103 @@ def test_hb05_a_finder_that_sees_files_late_commits_late_and_not_wrongly(tmp_pat
     assert catalog.commit(10, 1) == theirs
 
 
+class CountingBackend(LocalBackend):
+    """Notes what is asked of it."""
+
+    asked: list[str]
+
+    def list(self, prefix: str = ""):
+        self.asked.append(f"list {prefix}")
+        return super().list(prefix)
+
+    def size_bytes(self, name: str) -> int | None:
+        self.asked.append(f"look {name}")
+        return super().size_bytes(name)
+
+    def get(self, name: str, *, max_bytes: int | None = None) -> bytes:
+        self.asked.append(f"get {name}")
+        return super().get(name, max_bytes=max_bytes)
+
+
+def store_many(root: Path, num_ranks: int, **facts) -> CountingBackend:
+    """Store the images and records of `num_ranks`, and return a backend that counts from here on."""
+    backend = CountingBackend(root, UnsyncedFiles())
+    backend.asked = []
+    catalog = Catalog(backend)
+    for rank in range(num_ranks):
+        image = sample_image({"w": ("U8", (64,), bytes([rank % 256]) * 64)})
+        catalog.put_image(10, 1, rank, image)
+        catalog.put_record(sample_record(image, step=10, rank=rank, world_size=num_ranks, **facts))
+    backend.asked.clear()
+    return backend
+
+
+def test_thousands_who_look_too_early_cost_a_few_looks_each(tmp_path: Path) -> None:
+    backend = store_many(tmp_path, 100)
+    missing = [rank for rank in range(1, 100) if rank % 5]
+    for rank in missing:
+        (tmp_path / record_name(10, 1, rank)).unlink()
+    catalog = Catalog(backend)
+    assert catalog.commit(10, 1) is None
+    assert len(backend.asked) < 10
+    assert [call for call in backend.asked if call.startswith("list")] == []
+
+
+def test_whoever_looks_again_looks_for_what_was_missing(tmp_path: Path) -> None:
+    backend = store_many(tmp_path, 100)
+    path = tmp_path / image_name(10, 1, 77)
+    image = path.read_bytes()
+    path.unlink()
+    catalog = Catalog(backend)
+    assert catalog.commit(10, 1) is None
+    backend.asked.clear()
+    for _ in range(3):
+        assert catalog.commit(10, 1) is None
+    assert backend.asked == [f"look {manifest_name(10, 1)}", f"look {image_name(10, 1, 77)}"] * 3
+    path.write_bytes(image)
+    manifest = catalog.commit(10, 1)
+    assert manifest is not None
+    assert [rank.image_bytes for rank in manifest.ranks] == [len(image)] * 100
+
+
+def test_what_was_missing_for_one_step_says_nothing_of_another(catalog: Catalog) -> None:
+    for step in range(1, 200):
+        assert catalog.commit(step, 1) is None
+    for rank in (0, 1):
+        store_rank(catalog, rank)
+    assert catalog.commit(10, 1) is not None
+
+
+def test_records_that_are_read_at_once_make_the_same_manifest(tmp_path: Path) -> None:
+    manifest = Catalog(store_many(tmp_path, 1200)).commit(10, 1)
+    records = [Catalog(LocalBackend(tmp_path)).record(10, 1, rank, manifest) for rank in range(1200)]
+    digests = [digest_in(encode_file(record)) for record in records]
+    assert manifest == build_manifest(zip(records, digests, strict=True))
+
+
+def test_of_records_that_are_read_at_once_one_that_does_not_belong_is_found(tmp_path: Path) -> None:
+    backend = store_many(tmp_path, 40)
+    name = record_name(10, 1, 33)
+    image = (tmp_path / image_name(10, 1, 33)).read_bytes()
+    other = sample_record(image, step=10, rank=33, world_size=40, layout="other")
+    (tmp_path / name).write_bytes(encode_file(other))
+    with pytest.raises(DesyncError, match="ranks 0 and 33 differ in layout"):
+        Catalog(backend).commit(10, 1)
+    break_byte(Catalog(backend), name)
+    with pytest.raises(CorruptionError, match="rank-00033"):
+        Catalog(backend).commit(10, 1)
+
+
+def test_a_look_at_the_checkpoints_does_not_look_into_their_directories(tmp_path: Path) -> None:
+    backend = store_many(tmp_path, 30)
+    catalog = Catalog(backend)
+    catalog.claim(None)
+    catalog.commit(10, 1)
+    backend.asked.clear()
+    assert steps(catalog.committed()) == [(10, 1)]
+    assert len(backend.asked) == 5
+
+
 class OtherManifest(LateBackend):
     """Another process commits other content at the moment in which this one looks for the manifest."""
 
@@ -282,6 +379,15 @@ def test_a_manifest_is_never_made_of_too_few_records() -> None:
     record = sample_record(sample_image(TWO_RANKS[0]), step=10, world_size=2)
     with pytest.raises(DesyncError, match="1 records for world size 2"):
         build_manifest([(record, "0" * 32)])
+
+
+def test_a_manifest_has_the_time_of_the_latest_record() -> None:
+    image = sample_image(TWO_RANKS[0])
+    records = [
+        (sample_record(image, step=10, rank=rank, world_size=3, saved_at=at), "0" * 32)
+        for rank, at in enumerate((1.0, 3.0, 2.0))
+    ]
+    assert build_manifest(records).saved_at == 3.0
 
 
 def test_storing_the_same_again_changes_nothing(catalog: Catalog) -> None:
@@ -314,12 +420,11 @@ def test_a_checkpoint_is_described_by_its_manifest_and_markers(catalog: Catalog)
     write_checkpoint(catalog, 10**12, tensors=TWO_RANKS, run=run, metrics={"loss": 2.5}, is_verified=True)
     catalog.pin(10**12, 1)
     [info] = catalog.committed()
-    files = tree(catalog.backend.root)
     assert info == CheckpointInfo(
         step=10**12,
         generation=1,
         run=run,
-        bytes=sum(len(data) for name, data in files.items() if name.startswith("step-")),
+        bytes=sum(len(sample_image(tensors)) for tensors in TWO_RANKS),
         saved_at=1_700_000_001.0 + 10**12,
         verified=True,
         pinned=True,

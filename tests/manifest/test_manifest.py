@@ -16,7 +16,6 @@ from relight.manifest.manifest import (
     IndexEntry,
     Marker,
     Parent,
-    Piece,
     RankRecord,
     decode_file,
     decode_index,
@@ -25,6 +24,7 @@ from relight.manifest.manifest import (
     encode_file,
     encode_index,
 )
+from relight.manifest.shard import Piece
 from relight.manifest.stored import read_generation, read_manifest, read_marker, read_record
 from relight.testing.checkpoints import sample_image, sample_record
 

@@ -224,6 +224,9 @@ def test_listing_shows_stored_files_by_prefix_and_no_unfinished_writes(backend: 
     assert names(backend, "step-1/") == ["step-1/a", "step-1/b"]
     assert names(backend, "step-1/b") == ["step-1/b"]
     assert names(backend, "none/") == []
+    assert backend.folders() == ["other", "step-1", "step-10", "step-2"]
+    assert backend.folders("step-") == ["step-1", "step-10", "step-2"]
+    assert backend.folders("step-1/") == []
     assert backend.unfinished() == [".tmp-2-top", "step-1/.tmp-1-a", "step-2/"]
     assert backend.unfinished("step-") == ["step-1/.tmp-1-a", "step-2/"]
     assert backend.unfinished("step-1/") == ["step-1/.tmp-1-a"]
@@ -236,6 +239,7 @@ def test_listing_shows_stored_files_by_prefix_and_no_unfinished_writes(backend: 
 def test_listing_a_root_that_does_not_exist_is_empty(backend: LocalBackend) -> None:
     assert backend.list() == []
     assert backend.list("step-") == []
+    assert backend.folders("step-") == []
     assert backend.unfinished() == []
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from relight.cli.exits import FOUND, OK
+from relight.cli.progress import progress
 from relight.cli.runs import choose_step, open_run, print_json
 
 if TYPE_CHECKING:
@@ -35,7 +33,7 @@ def verify(url: str, /, *, step: int | None = None, mark: bool = False, json: bo
     problems = [] if step is not None else list(inventory.problems)
     checked = []
     total_bytes = sum(i.bytes for i in inventory.checkpoints if (i.step, i.generation) in places)
-    with _progress("verifying", total_bytes) as advance:
+    with progress("verifying", total_bytes) as advance:
         for place in places:
             found = catalog.verify(*place, advance)
             checked.append((place, not found))
@@ -68,7 +66,7 @@ def diff(url: str, left: str, right: str | None = None, /, *, json: bool = False
         (_side(url, url), _side(url, left)) if right is None else (_side(url, left), _side(url, right))
     )
     total_bytes = first.info.bytes + second.info.bytes
-    with _progress("comparing", total_bytes) as advance:
+    with progress("comparing", total_bytes) as advance:
         found = compare(first, second, advance)
     if json:
         print_json(
@@ -133,25 +131,3 @@ def _side(url: str, operand: str) -> Side:
     catalog, inventory = open_run(place)
     info = choose_step(inventory, place, step)
     return Side(url=catalog.backend.url, catalog=catalog, info=info)
-
-
-@contextmanager
-def _progress(doing: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on stderr if that is a terminal; give what to call with each number of bytes done."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    columns = (TextColumn(doing), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(doing, total=total_bytes)
-        yield lambda num_bytes: bar.advance(task, num_bytes)

@@ -12,11 +12,13 @@ from typing import Any, Literal
 import msgspec
 
 from relight.cli.runs import plain
-from relight.errors import CorruptionError
+from relight.errors import CorruptionError, UnknownFormatError
 from relight.manifest.catalog import Catalog, CheckpointInfo
 from relight.manifest.image import ImageTensor, read_image_tensors
-from relight.manifest.manifest import IndexEntry, Manifest, Piece, RankRecord, decode_index
+from relight.manifest.index import ITEM_BYTES, StoredIndex
+from relight.manifest.manifest import PER_RANK, Manifest, RankRecord
 from relight.manifest.names import image_name
+from relight.manifest.shard import Box, whole
 
 __all__ = ["Difference", "Side", "compare"]
 
@@ -42,7 +44,7 @@ class Side:
     _records: dict[int, RankRecord] = field(default_factory=dict)
     _images: dict[int, Mapping[str, ImageTensor]] = field(default_factory=dict)
     _manifest: Manifest | None = None
-    _index: dict[str, IndexEntry] | None = None
+    _index: StoredIndex | None = None
 
     @property
     def manifest(self) -> Manifest:
@@ -62,35 +64,45 @@ class Side:
         """Return dtype and shape of every tensor; those that each rank has of its own are named ``key [rank n]``."""
         found = {
             key: (entry.dtype, entry.shape)
-            for key, entry in self._tensors().items()
-            if entry.ownership == "replicated"
+            for key, entry in self._tensors().entries.items()
+            if entry.layout != PER_RANK
         }
         for rank in range(self.manifest.world_size):
-            found |= {f"{key} [rank {rank}]": spec for key, spec in self.record(rank).draft.local.items()}
+            own = self.record(rank).draft.local
+            # What all ranks have and is equal stands there once already.
+            found |= {f"{key} [rank {rank}]": spec for key, spec in own.items() if key not in found}
         return found
 
-    def content(self, key: str) -> bytes | bytearray:
-        """Return all bytes of a tensor that `specs` names, put together from its pieces."""
-        entry = self._tensors().get(key)
-        if entry is None or entry.ownership != "replicated":
+    def content(self, key: str) -> bytearray:
+        """Return all bytes of a tensor that `specs` names, put together from its pieces.
+
+        Raises:
+            CorruptionError: the pieces are not there, or are not what the index says.
+            UnknownFormatError: the tensor has a dtype that this relight does not know.
+        """
+        index = self._tensors()
+        entry = index.entries.get(key)
+        if entry is None or entry.layout == PER_RANK:
             name, _, rank = key.removesuffix("]").rpartition(" [rank ")
             return self._read(int(rank), name)
-        whole: bytearray | None = None
-        for piece in entry.stored_pieces(key):
+        if entry.dtype not in ITEM_BYTES:
+            raise UnknownFormatError(
+                f"{key} has dtype {entry.dtype}, which this relight does not know", path=key
+            )
+        item_bytes = ITEM_BYTES[entry.dtype]
+        content = bytearray(whole(entry.shape).num_elements * item_bytes)
+        for piece in index.pieces(key):
             data = self._read(piece.rank, piece.name)
+            if len(data) != piece.box.num_elements * item_bytes:
+                raise CorruptionError(f"{key}: the piece {piece.name!r} is not what the index says", path=key)
             if piece.sizes == entry.shape:
                 return data
-            num_items = math.prod(piece.sizes)
-            if num_items == 0:
-                continue
-            item_bytes = len(data) // num_items
-            whole = bytearray(math.prod(entry.shape) * item_bytes) if whole is None else whole
-            _place(whole, entry.shape, piece, data, item_bytes)
-        return whole if whole is not None else b""
+            _place(content, entry.shape, piece.box, data, item_bytes)
+        return content
 
-    def _tensors(self) -> dict[str, IndexEntry]:
+    def _tensors(self) -> StoredIndex:
         if self._index is None:
-            self._index = decode_index(self.manifest.index)
+            self._index = StoredIndex.of(self.manifest)
         return self._index
 
     def _read(self, rank: int, name: str) -> bytearray:
@@ -170,16 +182,18 @@ def _short(value: Any) -> str:
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
-def _place(whole: bytearray, shape: tuple[int, ...], piece: Piece, data: bytearray, item_bytes: int) -> None:
-    """Copy the box `piece` of a row-major tensor to its place, by the longest runs that are contiguous there."""
+def _place(content: bytearray, shape: tuple[int, ...], box: Box, data: bytearray, item_bytes: int) -> None:
+    """Copy a box of a row-major tensor to its place, by the longest runs that are contiguous there."""
+    if not data:
+        return
     split = len(shape) - 1
-    while split > 0 and piece.sizes[split] == shape[split]:
+    while split > 0 and box.sizes[split] == shape[split]:
         split -= 1
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    run_bytes = math.prod(piece.sizes[split:]) * item_bytes
-    base = sum(offset * stride for offset, stride in zip(piece.offsets, strides, strict=True))
-    for number, outer in enumerate(itertools.product(*(range(size) for size in piece.sizes[:split]))):
+    run_bytes = math.prod(box.sizes[split:]) * item_bytes
+    base = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
+    for number, outer in enumerate(itertools.product(*(range(size) for size in box.sizes[:split]))):
         at = (
             base + sum(index * stride for index, stride in zip(outer, strides[:split], strict=True))
         ) * item_bytes
-        whole[at : at + run_bytes] = data[number * run_bytes : (number + 1) * run_bytes]
+        content[at : at + run_bytes] = data[number * run_bytes : (number + 1) * run_bytes]

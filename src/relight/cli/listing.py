@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from relight.cli.exits import OK
 from relight.cli.runs import choose_step, open_run, plain, print_json, print_table, warn_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from relight.manifest.catalog import Catalog, CheckpointInfo, Inventory
     from relight.manifest.manifest import Manifest
@@ -66,19 +67,19 @@ def show(
     info = choose_step(inventory, url, step, generation)
     warn_of(inventory)
     manifest = catalog.manifest(info.step, info.generation)
-    found = _describe(catalog, info, manifest)
     listed = _tensors(catalog, manifest)
+    found = _describe(catalog, info, manifest, listed)
     if json:
         print_json(found | ({"tensors": listed} if tensors else {}))
         return OK
     _print_description(found)
     if tensors:
         rows = [
-            [entry["name"], entry["dtype"], _shape(entry["shape"]), entry["ownership"], _size(entry["bytes"])]
+            [entry["name"], entry["dtype"], _shape(entry["shape"]), entry["layout"], _size(entry["bytes"])]
             for entry in listed
         ]
         print()
-        print_table(["tensor", "dtype", "shape", "ownership", "size"], rows, right=["size"])
+        print_table(["tensor", "dtype", "shape", "layout", "size"], rows, right=["size"])
     return OK
 
 
@@ -130,7 +131,9 @@ def _remarks(info: CheckpointInfo) -> list[str]:
     return [mark for mark, holds in marks.items() if holds]
 
 
-def _describe(catalog: Catalog, info: CheckpointInfo, manifest: Manifest) -> dict[str, Any]:
+def _describe(
+    catalog: Catalog, info: CheckpointInfo, manifest: Manifest, listed: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     import msgspec
 
     context = msgspec.json.decode(catalog.record(info.step, info.generation, 0, manifest).draft.context)
@@ -138,7 +141,7 @@ def _describe(catalog: Catalog, info: CheckpointInfo, manifest: Manifest) -> dic
         "run": info.run,
         "layout": manifest.layout,
         "parent": msgspec.to_builtins(manifest.parent),
-        "parts": _parts(catalog, manifest, context),
+        "parts": _parts(listed, context),
         "settings": plain(context.get("settings", {})),
         "data": plain(context.get("data")),
         "rng": sorted(context.get("rng", {})),
@@ -153,48 +156,56 @@ def _describe(catalog: Catalog, info: CheckpointInfo, manifest: Manifest) -> dic
     }
 
 
-def _parts(catalog: Catalog, manifest: Manifest, context: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _parts(listed: Sequence[Mapping[str, Any]], context: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return each part of the state with the tensors and bytes that it takes; small ones have none."""
-    from relight.manifest.image import read_image_tensors
-    from relight.manifest.names import image_name
-
     counts = {key.partition("/")[0]: [0, 0] for key in context}
-    seen: set[str] = set()
-    for rank in range(manifest.world_size):
-        name = image_name(manifest.step, manifest.generation, rank)
-        for key, tensor in read_image_tensors(catalog.backend, name).items():
-            count = counts.setdefault(key.partition("/")[0], [0, 0])
-            count[0] += key not in seen
-            count[1] += tensor.end_bytes - tensor.start_bytes
-            seen.add(key)
+    for entry in listed:
+        count = counts.setdefault(entry["name"].partition("/")[0], [0, 0])
+        count[0] += 1
+        count[1] += entry["bytes"]
     return [{"part": part, "tensors": num, "bytes": size} for part, (num, size) in sorted(counts.items())]
 
 
 def _tensors(catalog: Catalog, manifest: Manifest) -> list[dict[str, Any]]:
-    from relight.manifest.image import read_image_tensors
-    from relight.manifest.manifest import decode_index
-    from relight.manifest.names import image_name
+    """Return what there is to say of every tensor; of per-rank ones the bytes of all ranks together."""
+    from relight.cli.layouts import layout_words, ownership
+    from relight.manifest.index import StoredIndex
 
-    sizes: dict[str, int] = {}
-    locals_: dict[str, tuple[str, tuple[int, ...]]] = {}
+    index = StoredIndex.of(manifest)
+    own_bytes: dict[str, int] = {}
+    own: dict[str, tuple[str, tuple[int, ...]]] = {}
     for rank in range(manifest.world_size):
-        place = (manifest.step, manifest.generation, rank)
-        for key, tensor in read_image_tensors(catalog.backend, image_name(*place)).items():
-            sizes[key] = sizes.get(key, 0) + tensor.end_bytes - tensor.start_bytes
-        locals_ |= catalog.record(*place, manifest).draft.local
-    index = decode_index(manifest.index)
-    found = [(key, entry.dtype, entry.shape, entry.ownership) for key, entry in index.items()]
-    found += [(key, *spec, "per-rank") for key, spec in locals_.items() if key not in index]
+        for key, spec in catalog.record(
+            manifest.step, manifest.generation, rank, manifest
+        ).draft.local.items():
+            own_bytes[key] = own_bytes.get(key, 0) + _tensor_bytes(*spec)
+            own.setdefault(key, spec)
+    found = {
+        key: (entry.dtype, entry.shape, ownership(index, key), layout_words(index, key))
+        for key, entry in index.entries.items()
+    }
+    # Keys that rank 0 does not have are in no index.
+    found |= {key: (*spec, "per-rank", "per rank") for key, spec in own.items() if key not in found}
     return [
         {
             "name": key,
             "dtype": dtype,
             "shape": list(shape),
-            "ownership": ownership,
-            "bytes": sizes.get(key, 0),
+            "ownership": owner,
+            "layout": words,
+            "bytes": own_bytes[key] if key in own_bytes else _tensor_bytes(dtype, shape),
         }
-        for key, dtype, shape, ownership in sorted(found)
+        for key, (dtype, shape, owner, words) in sorted(found.items())
     ]
+
+
+def _tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    from relight.errors import UnknownFormatError
+    from relight.manifest.index import ITEM_BYTES
+
+    if dtype not in ITEM_BYTES:
+        raise UnknownFormatError(f"there are tensors of dtype {dtype}, which this relight does not know")
+    return math.prod(shape) * ITEM_BYTES[dtype]
 
 
 def _print_description(found: Mapping[str, Any]) -> None:

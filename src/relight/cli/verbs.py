@@ -16,6 +16,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "show": ("listing:show", "Show what one checkpoint holds."),
     "verify": ("checking:verify", "Read every byte of the checkpoints and compare it with its digest."),
     "diff": ("checking:diff", "Compare two checkpoints: every tensor, and the rest of the state."),
+    "export": ("converting:export", "Write a checkpoint's tensors in another format."),
+    "import": ("converting:import_", "Make a run with one checkpoint out of another format."),
     "prune": ("keeping:prune", "Remove checkpoints that need not be kept."),
     "pin": ("keeping:pin", "Keep a checkpoint whatever the retention rules say."),
     "unpin": ("keeping:unpin", "Let the retention rules remove a checkpoint again."),

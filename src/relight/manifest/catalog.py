@@ -60,9 +60,13 @@ POINTS = (
 )
 """Every point that the catalog announces through `relight.stages`."""
 
+_MAX_MISSED = 64
+
 
 class Catalog:
-    """The checkpoints of one run on one tier. Holds nothing but its backend: any number of processes may have one.
+    """The checkpoints of one run on one tier; any number of processes may have one.
+
+    It keeps nothing but its backend and which file the last look at a step missed.
 
     Every method may raise `StorageUnavailableError`, writing ones also `StorageFullError`.
     """
@@ -70,6 +74,7 @@ class Catalog:
     def __init__(self, backend: StorageBackend, clock: Clock | None = None) -> None:
         self.backend = backend
         self._clock = clock if clock is not None else SystemClock()
+        self._missed: dict[tuple[int, int], str] = {}
 
     # Generations
 
@@ -198,7 +203,14 @@ class Catalog:
             DesyncError: the ranks' records do not belong together.
             CorruptionError: a record's bytes or an image's size are not what was written.
         """
-        return commit_step(self.backend, step, generation)
+        place = (step, generation)
+        found = commit_step(self.backend, step, generation, missed=self._missed.pop(place, None))
+        if not isinstance(found, str):
+            return found
+        if len(self._missed) >= _MAX_MISSED:
+            self._missed.clear()
+        self._missed[place] = found
+        return None
 
     # Finding
 

@@ -1,4 +1,7 @@
-"""The header of a rank image, read without torch: which tensor stands where. See docs/format.md."""
+"""The header of a safetensors file, such as a rank image, read without torch: which tensor stands where.
+
+See docs/format.md.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,19 @@ import msgspec
 from relight.errors import CorruptionError
 from relight.storage.backend import StorageBackend
 
-__all__ = ["PAD_PREFIX", "ImageTensor", "read_image_tensors"]
+__all__ = [
+    "PAD_PREFIX",
+    "ImageTensor",
+    "SafetensorsHeader",
+    "parse_safetensors",
+    "read_image_tensors",
+    "safetensors_header_bytes",
+]
 
 PAD_PREFIX = "__pad."
 """Entries of these names fill holes and are no tensors."""
 
+_METADATA = "__metadata__"
 _MAX_HEADER_BYTES = 100_000_000
 
 
@@ -22,6 +33,13 @@ class ImageTensor(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     start_bytes: int
     end_bytes: int
+
+
+class SafetensorsHeader(msgspec.Struct, frozen=True):
+    """What a safetensors file holds: its tensors by name in stored order, without padding, and its text notes."""
+
+    tensors: dict[str, ImageTensor]
+    metadata: dict[str, str]
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -42,22 +60,44 @@ def read_image_tensors(backend: StorageBackend, name: str) -> dict[str, ImageTen
     size_bytes = backend.size_bytes(name) or 0
     head = bytearray(8)
     backend.read_into(name, 0, memoryview(head))
-    header_bytes = int.from_bytes(head, "little")
-    if header_bytes > min(_MAX_HEADER_BYTES, size_bytes - 8):
-        raise CorruptionError(f"{name}: header length {header_bytes} does not fit the file", path=name)
-    header = bytearray(header_bytes)
+    header = bytearray(safetensors_header_bytes(head, size_bytes=size_bytes, path=name))
     backend.read_into(name, 8, memoryview(header))
+    return parse_safetensors(header, size_bytes=size_bytes, path=name).tensors
+
+
+def safetensors_header_bytes(first: bytes | bytearray, *, size_bytes: int, path: str) -> int:
+    """Return the length of the JSON header, which follows the first 8 bytes `first` of a file of `size_bytes`.
+
+    Raises:
+        CorruptionError: the length cannot be right.
+    """
+    header_bytes = int.from_bytes(first, "little")
+    if header_bytes > min(_MAX_HEADER_BYTES, size_bytes - 8):
+        raise CorruptionError(f"{path}: header length {header_bytes} does not fit the file", path=path)
+    return header_bytes
+
+
+def parse_safetensors(header: bytes | bytearray, *, size_bytes: int, path: str) -> SafetensorsHeader:
+    """Return what the JSON `header` of a safetensors file of `size_bytes` says.
+
+    Raises:
+        CorruptionError: it cannot be read, or an entry lies outside the file.
+    """
     try:
-        entries = msgspec.json.decode(header, type=dict[str, _Entry])
+        raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        notes = raw.pop(_METADATA, msgspec.Raw(b"{}"))
+        metadata = msgspec.json.decode(notes, type=dict[str, str])
+        entries = {key: msgspec.json.decode(value, type=_Entry) for key, value in raw.items()}
     except msgspec.MsgspecError as error:
-        raise CorruptionError(f"{name}: header cannot be read: {error}", path=name) from error
-    base = 8 + header_bytes
+        raise CorruptionError(f"{path}: header cannot be read: {error}", path=path) from error
+    base = 8 + len(header)
     for key, entry in entries.items():
         start, end = entry.data_offsets
         if not 0 <= start <= end <= size_bytes - base:
-            raise CorruptionError(f"{name}: entry {key!r} lies outside the file", path=name)
-    return {
+            raise CorruptionError(f"{path}: entry {key!r} lies outside the file", path=path)
+    tensors = {
         key: ImageTensor(entry.dtype, entry.shape, base + entry.data_offsets[0], base + entry.data_offsets[1])
         for key, entry in entries.items()
         if not key.startswith(PAD_PREFIX)
     }
+    return SafetensorsHeader(tensors, metadata)

@@ -35,7 +35,7 @@ class CheckpointInfo:
         step: optimizer steps done when it was saved.
         generation: the incarnation of the worker group that saved it.
         run: identifier of the run.
-        bytes: what all its files take.
+        bytes: what the images of all its ranks take.
         saved_at: wall-clock seconds at which the last rank's snapshot was taken; the commit has no time of its own,
             so that any finder writes the same manifest.
         verified: every byte was read back after the commit and was right.
@@ -109,19 +109,15 @@ def take_inventory(backend: StorageBackend) -> Inventory:
         StorageUnavailableError: the tier does not answer.
     """
     generations, _, problems = read_generations(backend)
-    folders = _step_folders(backend, problems)
     manifests: dict[tuple[int, int], tuple[Manifest, str]] = {}
-    for place, sizes in folders.items():
-        name = manifest_name(*place)
-        if name not in sizes:
-            continue
+    incomplete: list[tuple[int, int]] = []
+    for place in _step_places(backend, problems):
         try:
             manifests[place] = read_manifest(backend, *place)
         except MissingCopyError:
-            # Removed since we listed it.
-            del sizes[name]
+            incomplete.append(place)
         except _BAD as error:
-            problems.append(Problem(file=name, message=str(error)))
+            problems.append(Problem(file=manifest_name(*place), message=str(error)))
     run = generations[0].run if generations else None
     # Steps of another run that used this root before say nothing about this one's generations.
     own = [manifest for manifest, _ in manifests.values() if run in (None, manifest.run)]
@@ -130,42 +126,32 @@ def take_inventory(backend: StorageBackend) -> Inventory:
         _describe(
             manifest,
             digest,
-            folders[place],
             # None: a root that was never claimed, whose steps are as good as any.
             lineage if run in (None, manifest.run) else Lineage({}),
-            _read_marks(backend, place, digest, folders[place], problems),
+            _read_marks(backend, place, digest, problems),
         )
         for place, (manifest, digest) in manifests.items()
     ]
     return Inventory(
         checkpoints=tuple(sorted(infos, key=lambda info: (info.step, info.generation), reverse=True)),
-        incomplete=tuple(
-            sorted(place for place, sizes in folders.items() if manifest_name(*place) not in sizes)
-        ),
+        incomplete=tuple(sorted(incomplete)),
         problems=tuple(problems),
         lineage=lineage,
         run=run,
     )
 
 
-def _step_folders(backend: StorageBackend, problems: list[Problem]) -> dict[tuple[int, int], dict[str, int]]:
-    """Return the sizes of the files of each step directory, those with only unfinished writes included."""
-    folders: dict[tuple[int, int], dict[str, int]] = {}
-    stray: set[str] = set()
-    names = [(file.name, file.size_bytes) for file in backend.list(STEPS)]
-    for name, size_bytes in [*names, *((name, None) for name in backend.unfinished(STEPS))]:
-        folder, separator, _ = name.partition("/")
+def _step_places(backend: StorageBackend, problems: list[Problem]) -> list[tuple[int, int]]:
+    """Return (step, generation) of each step directory, without looking into any: they may hold very many files."""
+    places = []
+    for folder in backend.folders(STEPS):
         place = parse_step_dir(folder)
-        if place is not None and separator:
-            sizes = folders.setdefault(place, {})
-            if size_bytes is not None:
-                sizes[name] = size_bytes
-        elif folder not in stray:
-            stray.add(folder)
-            problems.append(
-                Problem(file=folder, message=f"{folder} is not the name of a checkpoint; left alone")
-            )
-    return folders
+        if place is not None:
+            places.append(place)
+        else:
+            message = f"{folder} is not the name of a checkpoint; left alone"
+            problems.append(Problem(file=folder, message=message))
+    return places
 
 
 def _parents(generations: Sequence[Generation], manifests: Sequence[Manifest]) -> dict[int, Parent | None]:
@@ -178,15 +164,12 @@ def _read_marks(
     backend: StorageBackend,
     place: tuple[int, int],
     digest: str,
-    names: Container[str],
     problems: list[Problem],
 ) -> set[str]:
     """Return which markers ("verified", "pinned") of a checkpoint hold."""
     marks = set()
     for kind in ("verified", "pinned"):
         name = marker_name(*place, kind)
-        if name not in names:
-            continue
         try:
             if read_marker(backend, *place, kind).manifest_digest != digest:
                 raise CorruptionError(f"{name} speaks of another manifest", path=name)
@@ -201,14 +184,12 @@ def _read_marks(
     return marks
 
 
-def _describe(
-    manifest: Manifest, digest: str, sizes: Mapping[str, int], lineage: Lineage, marks: Container[str]
-) -> CheckpointInfo:
+def _describe(manifest: Manifest, digest: str, lineage: Lineage, marks: Container[str]) -> CheckpointInfo:
     return CheckpointInfo(
         step=manifest.step,
         generation=manifest.generation,
         run=manifest.run,
-        bytes=sum(sizes.values()),
+        bytes=sum(rank.image_bytes for rank in manifest.ranks),
         saved_at=manifest.saved_at,
         verified="verified" in marks,
         pinned="pinned" in marks,

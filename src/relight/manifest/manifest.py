@@ -13,9 +13,11 @@ import msgspec
 import xxhash
 
 from relight.errors import CorruptionError, UnknownFormatError
+from relight.manifest.shard import Layout, Piece
 
 __all__ = [
     "BLOCK_BYTES",
+    "EQUAL",
     "IN_PIECES",
     "PER_RANK",
     "SCHEMA",
@@ -24,7 +26,6 @@ __all__ = [
     "Manifest",
     "Marker",
     "Parent",
-    "Piece",
     "RankRecord",
     "RankSummary",
     "RecordDraft",
@@ -47,8 +48,6 @@ _MIDDLE = b'","body":'
 _TAIL = b"}\n"
 _DIGEST_CHARS = 32
 
-Ownership = Literal["replicated", "per-rank"]
-
 
 class Parent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The checkpoint that a generation started from: `step` of `generation`, of this run or of `source` (a URL)."""
@@ -68,20 +67,14 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     created_at: float
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """One stored box of a global tensor: entry `name` of the image of `rank`, at `offsets` with `sizes`."""
-
-    rank: int
-    name: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
 PER_RANK = -1
-"""`IndexEntry.home` of a tensor of which every rank stores its own value."""
+"""`IndexEntry.layout` of a tensor of which every rank stores its own value."""
 
 IN_PIECES = -2
-"""`IndexEntry.home` of a replicated tensor that several ranks store together."""
+"""`IndexEntry.layout` of a tensor that is stored in boxes which no rule gives."""
+
+EQUAL = -3
+"""`IndexEntry.layout` of a tensor of which every rank stores its own value, all found equal when it was saved."""
 
 
 class IndexEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -90,26 +83,16 @@ class IndexEntry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     Attributes:
         dtype: relight's dtype name, as torch spells it without the prefix ("bfloat16", "complex128").
         shape: global shape.
-        home: the rank whose image holds the whole of a replicated tensor, under the tensor's key; or `PER_RANK`:
-            every rank's image holds its own value under the key; or `IN_PIECES`.
+        layout: position in the `layouts` beside the index, which say by a rule who stores what; or `PER_RANK`:
+            every rank's image holds its own value under the key; or `EQUAL`: these values are equal, so that any
+            one of them is the tensor; or `IN_PIECES`.
         pieces: for `IN_PIECES`, the boxes that together cover the tensor once; else empty.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    home: int
+    layout: int
     pieces: tuple[Piece, ...] = ()
-
-    @property
-    def ownership(self) -> Ownership:
-        """Whether all ranks hold the same value."""
-        return "per-rank" if self.home == PER_RANK else "replicated"
-
-    def stored_pieces(self, key: str) -> tuple[Piece, ...]:
-        """Return the boxes of a replicated tensor called `key`; none for a per-rank one."""
-        if self.home < 0:
-            return self.pieces
-        return (Piece(self.home, key, (0,) * len(self.shape), self.shape),)
 
 
 def encode_index(index: dict[str, IndexEntry]) -> msgspec.Raw:
@@ -143,6 +126,7 @@ class RecordDraft(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         metrics: what the user passed to `Checkpointer.step`; None where that was nan or infinite, which JSON
             cannot say (encoding makes it so).
         index: the global index, see `decode_index`; on rank 0 only, empty elsewhere.
+        layouts: the layouts that `index` speaks of; on rank 0 only.
         aliases: tensor key -> key that is stored in its place (tied parameters); on rank 0 only.
         local: keys of this rank's per-rank tensors -> (dtype, shape); they may differ between ranks.
         replicas_differ: keys whose values differed between ranks.
@@ -161,6 +145,7 @@ class RecordDraft(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     context: msgspec.Raw
     metrics: Mapping[str, float | None] = {}
     index: msgspec.Raw = msgspec.Raw(b"{}")
+    layouts: tuple[Layout, ...] = ()
     aliases: dict[str, str] = {}
     local: dict[str, tuple[str, tuple[int, ...]]] = {}
     replicas_differ: tuple[str, ...] = ()
@@ -185,7 +170,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The commit record: the checkpoint exists if and only if this file does.
 
     A function of the rank records alone, so that any finder writes the same bytes: `saved_at` is the latest
-    record's, metrics, index and aliases are rank 0's, `replicas_differ` is the sorted union.
+    record's; metrics, index, layouts and aliases are rank 0's, `replicas_differ` is the sorted union.
     """
 
     schema: int = SCHEMA
@@ -199,6 +184,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ranks: tuple[RankSummary, ...]
     metrics: Mapping[str, float | None]
     index: msgspec.Raw
+    layouts: tuple[Layout, ...]
     aliases: dict[str, str]
     replicas_differ: tuple[str, ...]
 

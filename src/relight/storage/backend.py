@@ -5,7 +5,7 @@ Names are relative, "/"-separated and opaque to the backend: no globbing, no nor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,6 +42,19 @@ class StorageBackend(Protocol):
         """
         ...
 
+    def put_blocks(
+        self, name: str, size_bytes: int, blocks: Iterable[memoryview], *, if_absent: bool = False
+    ) -> bool:
+        """Store `blocks`, one behind the other, as `put` would; one at a time is in memory.
+
+        Args:
+            name: of the file.
+            size_bytes: what the blocks have together.
+            blocks: the content; one may be overwritten when the next is asked for. What it raises leaves nothing.
+            if_absent: as for `put`.
+        """
+        ...
+
     def get(self, name: str, *, max_bytes: int | None = None) -> bytes:
         """Return the whole file; more than `max_bytes` raises `CorruptionError` before reading on."""
         ...
@@ -52,6 +65,13 @@ class StorageBackend(Protocol):
 
     def list(self, prefix: str = "") -> list[StoredFile]:
         """Return every stored file whose name starts with `prefix`, sorted by name, without unfinished writes."""
+        ...
+
+    def folders(self, prefix: str = "") -> Sequence[str]:
+        """Return the names up to the next "/" behind `prefix`, sorted: the directories, whatever is in them.
+
+        Does not look into them, so its cost does not grow with the files that they hold.
+        """
         ...
 
     def size_bytes(self, name: str) -> int | None:

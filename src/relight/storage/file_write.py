@@ -9,13 +9,14 @@ import errno
 import mmap
 import os
 import secrets
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from relight.storage.file_read import PAGE_BYTES
 from relight.storage.files import Files
 
-__all__ = ["NAME_MAX_BYTES", "TEMP_PREFIX", "write_whole"]
+__all__ = ["NAME_MAX_BYTES", "TEMP_PREFIX", "write_blocks", "write_whole"]
 
 TEMP_PREFIX = ".tmp-"
 """What names of unfinished writes begin with; no stored name may have a part that does."""
@@ -41,6 +42,39 @@ def write_whole(files: Files, path: Path, view: memoryview, *, if_absent: bool) 
     temp = path.with_name(_temp_name(path.name))
     try:
         _write_temp(files, temp, view)
+        return _publish(files, temp, path, if_absent=if_absent)
+    except BaseException:
+        with suppress(OSError):
+            files.unlink(temp)
+        raise
+
+
+def write_blocks(
+    files: Files, path: Path, size_bytes: int, blocks: Iterable[memoryview], *, if_absent: bool
+) -> bool:
+    """Store `blocks`, one behind the other, as `path`; else as `write_whole`. What `blocks` raises leaves nothing.
+
+    Args:
+        files: the file calls.
+        path: the file, whose directory exists.
+        size_bytes: what the blocks have together.
+        blocks: the content; one at a time is in memory.
+        if_absent: as for `write_whole`.
+    """
+    temp = path.with_name(_temp_name(path.name))
+    try:
+        descriptor = files.create(temp, direct=False)
+        try:
+            if size_bytes:
+                files.allocate(descriptor, size_bytes)
+            done = 0
+            for block in blocks:
+                _write_span(files, descriptor, block, done, direct=False)
+                done += block.nbytes
+            files.truncate(descriptor, done)
+            files.sync(descriptor)
+        finally:
+            files.close(descriptor)
         return _publish(files, temp, path, if_absent=if_absent)
     except BaseException:
         with suppress(OSError):

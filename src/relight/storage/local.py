@@ -9,7 +9,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from relight.errors import (
 )
 from relight.storage.backend import StoredFile
 from relight.storage.file_read import read_range
-from relight.storage.file_write import NAME_MAX_BYTES, TEMP_PREFIX, write_whole
+from relight.storage.file_write import NAME_MAX_BYTES, TEMP_PREFIX, write_blocks, write_whole
 from relight.storage.files import Files
 
 __all__ = ["LocalBackend", "local_path", "storage_error"]
@@ -121,6 +121,17 @@ class LocalBackend:
                     self._durable_dirs.clear()
             return self._put(path, view, if_absent=if_absent)
 
+    def put_blocks(
+        self, name: str, size_bytes: int, blocks: Iterable[memoryview], *, if_absent: bool = False
+    ) -> bool:
+        """Store `blocks` under `name`; see `StorageBackend.put_blocks`."""
+        path = self._path_of(name)
+        with self._mapped("writing", name, needed_bytes=size_bytes):
+            self._ensure_dir(path.parent)
+            stored = write_blocks(self._files, path, size_bytes, blocks, if_absent=if_absent)
+            self._files.sync_dir(path.parent)
+        return stored
+
     def get(self, name: str, *, max_bytes: int | None = None) -> bytes:
         """Return the whole file; see `StorageBackend.get`."""
         with self._mapped("reading", name), self._opened(name) as descriptor:
@@ -157,6 +168,24 @@ class LocalBackend:
         top = self._path_of(folder) if folder else self.root
         with self._mapped("listing", prefix):
             return sorted(self._walk(top, folder, prefix), key=lambda file: file.name)
+
+    def folders(self, prefix: str = "") -> Sequence[str]:
+        """Return the names of directories that start with `prefix`; see `StorageBackend.folders`."""
+        above, _, start = prefix.rpartition("/")
+        top = self._path_of(above) if above else self.root
+        with self._mapped("listing", prefix):
+            try:
+                entries = list(os.scandir(top))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+            found = [
+                entry.name
+                for entry in entries
+                if entry.name.startswith(start)
+                and not entry.name.startswith(TEMP_PREFIX)
+                and entry.is_dir(follow_symlinks=False)
+            ]
+        return sorted(f"{above}/{name}" if above else name for name in found)
 
     def size_bytes(self, name: str) -> int | None:
         """Return the size of a stored file, or None if it is not there."""

@@ -18,13 +18,25 @@ from relight.manifest.manifest import (
     digest_block,
     encode_index,
 )
+from relight.manifest.shard import Layout
 
-__all__ = ["TensorData", "sample_image", "sample_record", "write_checkpoint"]
+__all__ = ["TensorData", "sample_image", "sample_index", "sample_record", "write_checkpoint"]
 
 TensorData = tuple[str, tuple[int, ...], bytes]
 """Stored dtype ("F32", ...), shape and content of one tensor."""
 
 _ALIGN_BYTES = 64
+
+_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I32": "int32",
+    "I64": "int64",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+}
+"""relight's names of the stored dtypes that samples use."""
 
 
 def sample_image(tensors: Mapping[str, TensorData]) -> bytes:
@@ -41,6 +53,18 @@ def sample_image(tensors: Mapping[str, TensorData]) -> bytes:
     return len(encoded).to_bytes(8, "little") + encoded + b"".join(data for _, _, data in tensors.values())
 
 
+def sample_index(
+    ranks: Sequence[Mapping[str, TensorData]],
+) -> tuple[dict[str, IndexEntry], tuple[Layout, ...]]:
+    """Return the index and the layouts of tensors that are stored whole, each by the rank that has it."""
+    index = {
+        name: IndexEntry(_DTYPES[dtype], shape, rank)
+        for rank, entries in enumerate(ranks)
+        for name, (dtype, shape, _) in entries.items()
+    }
+    return index, tuple(Layout(base=rank) for rank in range(len(ranks)))
+
+
 def sample_record(
     image: bytes | memoryview,
     *,
@@ -55,6 +79,8 @@ def sample_record(
     metrics: Mapping[str, float | None] | None = None,
     context: Mapping[str, object] | None = None,
     index: Mapping[str, IndexEntry] | None = None,
+    layouts: Sequence[Layout] = (),
+    local: Mapping[str, tuple[str, tuple[int, ...]]] | None = None,
     replicas_differ: tuple[str, ...] = (),
 ) -> RankRecord:
     """Return the record of `image`, digests included."""
@@ -72,6 +98,8 @@ def sample_record(
         context=msgspec.Raw(msgspec.json.encode(context or {})),
         metrics=metrics or {},
         index=encode_index(dict(index or {})),
+        layouts=tuple(layouts),
+        local=dict(local or {}),
         replicas_differ=replicas_differ,
     )
     starts = range(0, view.nbytes, BLOCK_BYTES)
@@ -90,23 +118,22 @@ def write_checkpoint(
     context: Mapping[str, object] | None = None,
     replicas_differ: tuple[str, ...] = (),
     index: Mapping[str, IndexEntry] | None = None,
+    layouts: Sequence[Layout] = (),
+    local: Sequence[Mapping[str, tuple[str, tuple[int, ...]]]] | None = None,
     is_verified: bool = False,
 ) -> Manifest:
     """Store and commit a checkpoint of `step` in the order of the protocol; one rank for each entry of `tensors`.
 
-    Every tensor counts as whole and replicated unless `index` says otherwise. It belongs to the run that was claimed
-    in `catalog` unless `run` says otherwise.
+    Every tensor counts as whole and replicated unless `index` (with the `layouts` that it speaks of) says otherwise;
+    `local` says, rank by rank, which ones are the rank's own. It belongs to the run that was claimed in `catalog`
+    unless `run` says otherwise.
     """
     if run is None:
         claimed = catalog.generations()
         run = claimed[0].run if claimed else "sample-run"
     ranks = tensors if tensors is not None else [{"w": ("U8", (64,), bytes([step % 256]) * 64)}]
     if index is None:
-        index = {
-            name: IndexEntry(dtype, shape, rank)
-            for rank, entries in enumerate(ranks)
-            for name, (dtype, shape, _) in entries.items()
-        }
+        index, layouts = sample_index(ranks)
     for rank, entries in enumerate(ranks):
         image = sample_image(entries)
         catalog.put_image(step, generation, rank, image)
@@ -121,6 +148,8 @@ def write_checkpoint(
             metrics=metrics,
             context=context,
             index=index if rank == 0 else None,
+            layouts=layouts if rank == 0 else (),
+            local=local[rank] if local is not None else None,
             replicas_differ=replicas_differ,
         )
         catalog.put_record(record)

@@ -1,0 +1,1 @@
+"""Checkpoints in other formats, read and written without torch; nothing that they hold is ever executed."""
