@@ -10,21 +10,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from relight import errors
+    from relight import dcp, errors
     from relight.checkpoint.checkpointer import Checkpointer
     from relight.checkpoint.context import register_codec
     from relight.checkpoint.data import per_sample_rng
     from relight.checkpoint.sampler import ElasticSampler
     from relight.checkpoint.state import TrainState
+    from relight.checkpoint.stream import FileStream
     from relight.checkpoint.values import PerRank
     from relight.storage.tiers import Tier
 
 __all__ = [
     "Checkpointer",
     "ElasticSampler",
+    "FileStream",
     "PerRank",
     "Tier",
     "TrainState",
+    "dcp",
     "errors",
     "per_sample_rng",
     "register_codec",
@@ -35,6 +38,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Checkpointer": "relight.checkpoint.checkpointer",
     "ElasticSampler": "relight.checkpoint.sampler",
+    "FileStream": "relight.checkpoint.stream",
     "PerRank": "relight.checkpoint.values",
     "Tier": "relight.storage.tiers",
     "TrainState": "relight.checkpoint.state",
@@ -44,8 +48,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return importlib.import_module("relight.errors")
+    if name in ("dcp", "errors"):
+        return importlib.import_module(f"relight.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'relight' has no attribute {name!r}")
     try:

@@ -14,15 +14,16 @@ from torch import nn
 from relight import Checkpointer, TrainState
 from relight.checkpoint.save_plan import SavePlan, plan_save
 from relight.checkpoint.snapshot import CudaCopy, Snapshot, partition
-from relight.checkpoint.state import StateTable
+from relight.checkpoint.table import StateTable
 from relight.keeper.arena import ArenaSlot
+from relight.manifest.shard import Layout
 from tests.running import Home, restore_once
 
 
 def table_of(**tensors: torch.Tensor) -> StateTable:
     table = StateTable()
     for name, tensor in tensors.items():
-        table.put(name, tensor, owner=0)
+        table.put(name, tensor, Layout(), owner=0)
     return table
 
 
@@ -32,7 +33,7 @@ def make_slot(tmp_path: Path) -> Iterator[Any]:
 
     def make(plan: SavePlan) -> ArenaSlot:
         path = tmp_path / f"rank-00000.slot-{len(made)}"
-        made.append(ArenaSlot.create(path, plan.layout.image_bytes, owner_pid=os.getpid()))
+        made.append(ArenaSlot.create(path, plan.image.image_bytes, owner_pid=os.getpid()))
         return made[-1]
 
     yield make
@@ -47,7 +48,7 @@ def snapshot_of(make_slot: Any, table: StateTable, *, seed: int = 1, overlapped:
 
 
 def stored(snapshot: Snapshot) -> dict[str, torch.Tensor]:
-    with snapshot.slot.image[: snapshot.plan.layout.image_bytes] as image:
+    with snapshot.slot.image[: snapshot.plan.image.image_bytes] as image:
         found = safetensors.torch.load(bytes(image))
     return {name: tensor for name, tensor in found.items() if not name.startswith("__pad")}
 

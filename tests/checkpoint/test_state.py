@@ -109,7 +109,7 @@ def test_a_marked_value_is_not_compared_between_ranks() -> None:
     table = TrainState(model=nn.Linear(1, 1), extra={"mine": PerRank(torch.ones(1)), "ours": 1}).collect(0)
     assert "extra.ours" in table.compared
     assert "extra.mine" not in table.compared
-    assert dict(zip(table.keys, table.is_per_rank, strict=True))["extra.mine/"] is True
+    assert dict(zip(table.keys, table.layouts, strict=True))["extra.mine/"] is None
 
 
 def test_a_plan_does_not_fit_a_table_whose_ownership_changed() -> None:

@@ -11,6 +11,8 @@ import pytest
 import relight
 from relight.keeper.drain import POINTS as DRAIN_POINTS
 from relight.manifest.catalog import POINTS as CATALOG_POINTS
+from relight.manifest.foreign.importing import POINTS as IMPORT_POINTS
+from relight.manifest.foreign.staging import POINTS as STAGE_POINTS
 from relight.testing.kills import FILE_CALL, announced_points
 from tests.kills.chain import Chain
 
@@ -31,6 +33,8 @@ OF_KEEPER = (
     "seal.digests_written",
     *(point for point in (*DRAIN_POINTS, *CATALOG_POINTS) if point not in (CLAIM, *OF_FAILED_DRAIN)),
 )
+# Killed in tests/convert.
+OF_CONVERSION = (*IMPORT_POINTS, *STAGE_POINTS)
 VICTIMS = {"trainer": ("rank-0",), "keeper": ("keeper",), "both": ("keeper", "rank-0")}
 
 MakeChain = Callable[..., Chain]
@@ -44,7 +48,7 @@ def shuffled(points: Sequence[str], *seed: object) -> list[str]:
 
 def test_every_point_in_the_source_is_in_the_matrix() -> None:
     found = announced_points(Path(relight.__file__).parent)
-    assert found == {CLAIM, *OF_TRAINER, *OF_KEEPER, *OF_FAILED_DRAIN}
+    assert found == {CLAIM, *OF_TRAINER, *OF_KEEPER, *OF_FAILED_DRAIN, *OF_CONVERSION}
 
 
 @pytest.mark.parametrize("victims", VICTIMS)

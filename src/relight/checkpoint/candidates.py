@@ -17,23 +17,28 @@ import torch
 
 from relight.checkpoint import context
 from relight.checkpoint.group import RankGroup
+from relight.checkpoint.images import Image, ImageCopy, SlotCopy, StoredCopy
 from relight.checkpoint.matching import SavedState
+from relight.checkpoint.sharding import LayoutBook, is_dtensor, local_box, local_part
 from relight.checkpoint.slot_pool import SlotPool
-from relight.checkpoint.transfer import Image, ImageCopy, LoadPlan, SlotCopy, StoredCopy
+from relight.checkpoint.transfer import LoadPlan
 from relight.errors import ConfigError, CopyError, CorruptionError, MissingCopyError, RetryableError
 from relight.keeper.arena import ArenaSlot, run_digest, slot_path
 from relight.keeper.messages import HeldSnapshot
 from relight.manifest.catalog import Catalog, Inventory
+from relight.manifest.index import StoredIndex
 from relight.manifest.manifest import (
     BLOCK_BYTES,
+    EQUAL,
+    IN_PIECES,
     PER_RANK,
     IndexEntry,
     Manifest,
     RankRecord,
     RecordDraft,
-    decode_index,
 )
 from relight.manifest.names import image_name
+from relight.manifest.shard import Piece, whole
 
 __all__ = ["Candidate", "Checkpoint", "list_candidates", "try_candidates"]
 
@@ -118,7 +123,7 @@ class Checkpoint:
     held: Sequence[HeldSnapshot]
     slots: SlotPool | None = None
     bytes_read: int = 0
-    _index: dict[str, IndexEntry] = field(default_factory=dict)
+    _index: StoredIndex = field(default_factory=lambda: StoredIndex({}, ()))
     _images: dict[int, Image] = field(default_factory=dict)
     _drafts: dict[int, RecordDraft] = field(default_factory=dict)
     _manifests: dict[int, Manifest] = field(default_factory=dict)
@@ -132,17 +137,25 @@ class Checkpoint:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
-    def saved_state(self, rank: int) -> SavedState:
-        """Return what it holds for `rank`; a rank that was not there takes rank 0's per-rank values."""
-        source = rank if rank < self.candidate.world_size else 0
+    def saved_state(self, book: LayoutBook) -> SavedState:
+        """Return what it holds for the rank of `book`; a rank that was not there takes rank 0's per-rank values."""
+        source = book.rank if book.rank < self.candidate.world_size else 0
         draft = self._open(source)
         first = draft if source == 0 else self._open(0)
-        self._index = decode_index(first.index)
-        specs = dict(self._index)
-        specs.update({key: IndexEntry(dtype, shape, PER_RANK) for key, (dtype, shape) in draft.local.items()})
-        parts = context.loads(bytes(draft.context))
+        self._index = StoredIndex.of(first)
+        specs = dict(self._index.entries)
+        for key, (dtype, shape) in draft.local.items():
+            if key not in specs or specs[key].layout == PER_RANK:
+                specs[key] = IndexEntry(dtype, shape, PER_RANK)
         return SavedState(
-            specs=specs, aliases=first.aliases, parts=parts, fetch=lambda wanted: self._fetch(wanted, source)
+            specs=specs,
+            aliases=first.aliases,
+            parts=context.loads(bytes(draft.context)),
+            fetch=lambda wanted: self._fetch(wanted, source, book),
+            replicas_differ=first.replicas_differ,
+            world_size=self.candidate.world_size,
+            rank=book.rank,
+            is_resized=self.candidate.world_size != book.world_size,
         )
 
     def bad_copies(self) -> list[str]:
@@ -155,22 +168,21 @@ class Checkpoint:
         """Return "ram" or the URL of the nearest tier."""
         return "ram" if self.candidate.in_memory else self.catalogs[self.candidate.tiers[0]].backend.url
 
-    def _fetch(self, wanted: list[tuple[str, torch.Tensor]], source: int) -> None:
+    def _fetch(self, wanted: list[tuple[str, torch.Tensor]], source: int, book: LayoutBook) -> None:
         """Fill the wanted tensors. Written for many small ones: no call per tensor where none is needed."""
         plan = LoadPlan()
-        look_up = self._index.get
+        homes = self._homes(source)
         home_now, low, high = -1, 0, 0
         for key, tensor in wanted:
-            entry = look_up(key)
-            home = source if entry is None or entry.home == PER_RANK else entry.home
+            home = homes.get(key, source)
+            if home is None or is_dtensor(tensor):
+                self._add_pieces(plan, key, tensor, source, book)
+                continue
             if home != home_now:
-                if home < 0 and entry is not None:
-                    self._add_pieces(plan, entry, tensor)
-                    continue
                 image = self._image(home)
                 entries, base, limit = image.entries(), image.data_start, image.image_bytes
                 home_now, low, high = home, 0, 0
-            stored = entries.get(key)
+            stored = entries.get(key) or image.part_of(key)
             start, stop = stored.data_offsets if stored is not None else (0, -1)
             if stop - start != tensor.nbytes or start < 0 or base + stop > limit:
                 raise _not_as_indexed(image, key, tensor.nbytes)
@@ -188,19 +200,46 @@ class Checkpoint:
                 plan.add(image, start, stop, tensor)
         self.bytes_read += plan.run()
 
-    def _add_pieces(self, plan: LoadPlan, entry: IndexEntry, tensor: torch.Tensor) -> None:
-        row_bytes = tensor.element_size()
-        for size in tensor.shape[1:]:
-            row_bytes *= size
-        for piece in entry.pieces:
+    def _homes(self, source: int) -> dict[str, int | None]:
+        """Return by tensor the rank whose image holds all of it under its key; None where pieces must be found."""
+        whole_on = [layout.base if not layout.mesh else None for layout in self._index.layouts]
+        return {
+            key: whole_on[entry.layout]
+            if entry.layout >= 0
+            else (None if entry.layout == IN_PIECES else source)
+            for key, entry in self._index.entries.items()
+        }
+
+    def _add_pieces(
+        self, plan: LoadPlan, key: str, tensor: torch.Tensor, source: int, book: LayoutBook
+    ) -> None:
+        entry = self._index.entries.get(key)
+        held = local_part(tensor)
+        if entry is None or entry.layout == PER_RANK:
+            box, shape = whole(tuple(held.shape)), tuple(held.shape)
+            pieces: Sequence[Piece] = (Piece(source, key, *box),)
+        else:
+            shape = entry.shape
+            box = (
+                local_box(book.layout(key, tensor), shape, book.rank) if is_dtensor(tensor) else whole(shape)
+            )
+            own = (Piece(source, key, *whole(shape)),)
+            pieces = own if entry.layout == EQUAL else self._index.pieces(key, box)
+        filled = 0
+        for piece in pieces:
             image = self._image(piece.rank)
             stored = image.entries().get(piece.name)
-            num_bytes = row_bytes * piece.sizes[0]
+            num_bytes = piece.box.num_elements * held.element_size()
             if stored is None or stored.num_bytes != num_bytes:
                 raise _not_as_indexed(image, piece.name, num_bytes)
-            start, stop = stored.data_offsets
-            base = image.data_start
-            plan.add(image, base + start, base + stop, tensor, piece.offsets[0] * row_bytes)
+            filled += plan.add_box(image, image.data_start + stored.data_offsets[0], piece.box, held, box)
+        if filled != held.numel():
+            raise CorruptionError(
+                f"step {self.candidate.step}: the stored pieces of {key} cover {filled} of the {held.numel()} elements "
+                f"that rank {book.rank} needs",
+                step=self.candidate.step,
+                path=key,
+            )
 
     def _image(self, rank: int) -> Image:
         if rank not in self._images:

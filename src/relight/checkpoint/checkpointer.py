@@ -16,6 +16,7 @@ from relight.checkpoint.cadence import SavePace
 from relight.checkpoint.group import RankGroup
 from relight.checkpoint.keeping import Keeping
 from relight.checkpoint.matching import Allowances
+from relight.checkpoint.replicas import ReplicaMode
 from relight.checkpoint.restoring import Restorer
 from relight.checkpoint.run import Run
 from relight.checkpoint.saving import GATHER_TIMEOUT_SECONDS, Saving
@@ -54,6 +55,9 @@ class Checkpointer:
         mode: "overlap" (copy during the next forward and backward) or "blocking" (copy inside the call).
         ram_budget: bytes (or "8GiB") that this rank's snapshots may take in shared memory; None: what there is.
         keep_best: (metric, "min" | "max"): the best checkpoint by a metric passed to `step` also stays.
+        replica_check: how replicated tensors are compared between ranks at each save and after a restore: "full"
+            (every byte), "sample" (some 12 KB of each tensor, cheaper; misses a change in what is not looked at), or
+            "off". Where replicas differ the save goes on, but a restore does not choose it unless asked to.
 
     Raises:
         ConfigError: an argument is wrong, or ranks were given different roots.
@@ -73,12 +77,15 @@ class Checkpointer:
         mode: Literal["overlap", "blocking"] = "overlap",
         ram_budget: int | str | None = None,
         keep_best: tuple[str, Literal["min", "max"]] | None = None,
+        replica_check: ReplicaMode = "full",
         clock: Clock | None = None,
     ) -> None:
         if on_save_error not in ("warn", "raise"):
             raise ConfigError(f'on_save_error must be "warn" or "raise", got {on_save_error!r}')
         if mode not in ("overlap", "blocking"):
             raise ConfigError(f'mode must be "overlap" or "blocking", got {mode!r}')
+        if replica_check not in ("full", "sample", "off"):
+            raise ConfigError(f'replica_check must be "full", "sample" or "off", got {replica_check!r}')
         cadence = parse_every(every)
         allow = Allowances(missing=allow_missing, extra=allow_extra, changed=allow_changed)
         self._pid = os.getpid()
@@ -100,8 +107,9 @@ class Checkpointer:
             pace=SavePace(cadence, clock=self._clock, mtbf_seconds=mtbf_seconds),
             is_blocking=mode == "blocking",
             raises=on_save_error == "raise",
+            replica_mode=replica_check,
         )
-        self._restorer = Restorer(state, group, allow, self._run, self._keeping)
+        self._restorer = Restorer(state, group, allow, self._run, self._keeping, replica_mode=replica_check)
         self._terminate = SignalHook(signal.SIGTERM, self._saving.seal_in_flight, is_final=True)
         atexit.register(self._at_exit)
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from relight.checkpoint.codecs import CODECS, CODECS_BY_TAG, PLAIN_INT_LIMIT, array_codec_of, is_clean_text
+from relight.checkpoint.sharding import is_dtensor
 from relight.errors import CodecError, ConfigError, CorruptionError, StateMismatchError, UnknownFormatError
 
 __all__ = [
@@ -260,7 +261,7 @@ class _Encoder:
     def _encode_tensor(self, path: str, value: torch.Tensor) -> Any:
         if type(value) is torch.nn.Parameter:
             return {"$parameter": [self._store(path, value.detach()), value.requires_grad]}
-        if type(value) is not torch.Tensor:
+        if type(value) is not torch.Tensor and not is_dtensor(value):
             raise CodecError(_no_codec(path, type(value)), path=path)
         tag = "$leaf" if value.requires_grad else "$tensor"
         return {tag: self._store(path, value.detach())}

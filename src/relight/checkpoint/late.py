@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from relight.checkpoint.format import DTYPES
 from relight.checkpoint.matching import Allowances, Matching, SavedState
+from relight.checkpoint.sharding import LayoutBook, is_dtensor, local_box, local_part
 from relight.checkpoint.state import TrainState, part_key
 from relight.errors import StateMismatchError
 
@@ -20,9 +23,10 @@ class LateParts:
     The tensors of these parts are loaded to host memory at once, since the copy they come from may be gone later.
     """
 
-    def __init__(self, saved: SavedState, allow: Allowances) -> None:
+    def __init__(self, saved: SavedState, allow: Allowances, book: LayoutBook) -> None:
         self._saved = saved
         self._allow = allow
+        self._book = book
         self._tensors: dict[str, torch.Tensor] = {}
         self.unclaimed: list[str] = []
 
@@ -61,7 +65,7 @@ class LateParts:
             return
         matching = Matching(
             state,
-            SavedState(self._saved.specs, self._saved.aliases, self._saved.parts, self._copy),
+            replace(self._saved, fetch=self._copy),
             self._allow,
         )
         if part == "optimizer":
@@ -83,7 +87,12 @@ class LateParts:
     def _copy(self, wanted: list[tuple[str, torch.Tensor]]) -> None:
         with torch.no_grad():
             for key, tensor in wanted:
-                tensor.copy_(self._tensors[key])
+                whole = self._tensors[key]
+                if is_dtensor(tensor):
+                    box = local_box(self._book.layout(key, tensor), tuple(tensor.shape), self._book.rank)
+                    for dim, (start, size) in enumerate(zip(*box, strict=True)):
+                        whole = whole.narrow(dim, start, size)
+                local_part(tensor).copy_(whole)
 
 
 def live_keys(state: TrainState) -> set[str]:

@@ -19,10 +19,12 @@ from torch import nn
 from relight.checkpoint import context, rng
 from relight.checkpoint.format import DTYPE_NAMES, DTYPES
 from relight.checkpoint.modules import ModuleTensors, extra_states, module_tensors
+from relight.checkpoint.sharding import local_part
 from relight.checkpoint.state import TrainState, part_key
-from relight.checkpoint.values import is_module, restore_value
+from relight.checkpoint.targets import OptimizerTargets
+from relight.checkpoint.values import PerRank, is_module, restore_value
 from relight.errors import SettingsChangedError, StateMismatchError
-from relight.manifest.manifest import IndexEntry
+from relight.manifest.manifest import PER_RANK, IndexEntry
 
 __all__ = ["Allowances", "Matching", "SavedState"]
 
@@ -55,12 +57,25 @@ class SavedState:
         specs: key -> dtype name and shape; aliases resolve through `aliases`.
         parts: part name -> typed JSON.
         fetch: fills tensors by key.
+        replicas_differ: what was not equal on all ranks although it should have been.
+        world_size: number of ranks that saved it.
+        rank: this rank.
+        is_resized: whether another number of ranks saved it.
     """
 
     specs: dict[str, IndexEntry]
     aliases: dict[str, str]
     parts: dict[str, Any]
     fetch: Fetch
+    replicas_differ: tuple[str, ...] = ()
+    world_size: int = 1
+    rank: int = 0
+    is_resized: bool = False
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the per-rank values are those of this very rank; else they are rank 0's, for a rank that is new."""
+        return self.rank < self.world_size
 
 
 @dataclass(slots=True)
@@ -171,6 +186,7 @@ class Matching:
             DTYPE_NAMES,
         )
         for table in (found.parameters, found.buffers):
+            is_refused = self.saved.is_resized and table is found.parameters
             for short, tensor in table.items():
                 name = prefix + short
                 stored = saved_aliases.get(name, name) if saved_aliases else name
@@ -179,6 +195,8 @@ class Matching:
                     self.differ(
                         "missing", name, f"in the model ({_spec_text(tensor)}), not in the checkpoint"
                     )
+                elif spec.layout == PER_RANK:
+                    self._match_own(name, stored, spec, tensor, is_refused=is_refused)
                 elif spec.shape == tensor.shape and spec.dtype == names_of.get(tensor.dtype):
                     targets.append((stored, tensor))
                 else:
@@ -187,6 +205,27 @@ class Matching:
         if not self.is_exhaustive or found.aliases:
             self._match_unknown(prefix, found)
         self._match_extra_states(key, module)
+
+    def _match_own(
+        self, name: str, stored: str, spec: IndexEntry, tensor: torch.Tensor, *, is_refused: bool
+    ) -> None:
+        """Match a tensor of which every saving rank held its own value; buffers of new ranks start from rank 0's."""
+        held = local_part(tensor)
+        if spec.shape != held.shape or spec.dtype != DTYPE_NAMES.get(held.dtype):
+            saved = f"{spec.dtype} {list(spec.shape)} of each rank's own"
+            self.problems.append(f"{name}: saved {saved}, live {_spec_text(held)}")
+            return
+        if is_refused:
+            self._refuse_own(name)
+        self.targets.append((stored, held))
+
+    def _refuse_own(self, name: str) -> None:
+        self.differ(
+            "changed",
+            name,
+            f"each of the {self.saved.world_size} ranks that saved it held a value of its own, and none of them can "
+            "speak for another number of ranks (allow_changed takes the same rank's, or rank 0's where it is new)",
+        )
 
     def _match_unknown(self, prefix: str, found: ModuleTensors) -> None:
         """Note what the checkpoint holds of a module beyond the live tensors."""
@@ -234,6 +273,10 @@ class Matching:
             self.problems.append(str(error))
             return
         tensor_of = self._optimizer_tensors(name, set(saved["on_host"]))
+        if self.saved.is_resized:
+            for own, spec in self.saved.specs.items():
+                if spec.layout == PER_RANK and own.startswith(view.prefix):
+                    self._refuse_own(own)
         view_state = saved["state"]
         self.first.append(lambda: view.restore_state(view_state, tensor_of.__getitem__))
         parameters = view.parameters()
@@ -255,17 +298,20 @@ class Matching:
                 )
                 self.last.append(partial(view.restore_groups, saved["groups"], match))
 
-    def _optimizer_tensors(self, name: str, on_host: set[str]) -> _OptimizerTensors:
+    def _optimizer_tensors(self, name: str, on_host: set[str]) -> OptimizerTargets:
         view = self.state.view(name)
         keys, tensors, _ = view.tensors()
-        return _OptimizerTensors(
-            self, dict(zip(keys, tensors, strict=True)), view.parameters(), view.prefix, on_host
+        live = dict(zip(keys, tensors, strict=True))
+        return OptimizerTargets(
+            self.saved.specs, self.targets, live, view.parameters(), prefix=view.prefix, on_host=on_host
         )
 
     def match_values(self, part: str, objects: dict[str, Any]) -> None:
         """Compare schedulers, scalers or extras and prepare to put them back."""
         for name, current in objects.items():
             key = part_key(part, name)
+            if self.saved.is_resized and isinstance(current, PerRank):
+                self._refuse_own(key)
             if is_module(current):
                 self.match_module(key, current)
             elif key not in self.saved.parts:
@@ -285,8 +331,16 @@ class Matching:
         if "data" not in self.saved.parts:
             self.differ("missing", "data", "in the train state, not in the checkpoint")
             return
-        saved = context.decode(self.saved.parts["data"], tensors=self._new_tensor)
         data = self.state.data
+        if self.saved.is_resized and data.per_rank and not getattr(data, "can_change_world_size", False):
+            self.differ(
+                "changed",
+                "data",
+                f"this loader's position belongs to each of the {self.saved.world_size} ranks that saved it; use "
+                "relight.ElasticSampler or relight.FileStream, or give the loader can_change_world_size = True if its "
+                "state_dict is good on any number of ranks",
+            )
+        saved = context.decode(self.saved.parts["data"], tensors=self._new_tensor)
         self.first.append(lambda: data.restore(saved))
 
     def match_rng(self) -> None:
@@ -295,6 +349,11 @@ class Matching:
             self.differ("missing", "rng", "the checkpoint holds no random generators")
             return
         saved = context.decode(self.saved.parts["rng"])
+        if not self.saved.is_own:
+            text = f"derived from rank 0's, since {self.saved.world_size} ranks saved it"
+            self.allowed.append(f"rng of rank {self.saved.rank}: {text}")
+            self.last.append(lambda: rng.derive_rng(saved, self.saved.rank))
+            return
         self.last.append(lambda: rng.restore_rng(saved))
 
     def _new_tensor(self, key: str) -> torch.Tensor:
@@ -306,55 +365,6 @@ class Matching:
         tensor = torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
         self.targets.append((key, tensor))
         return tensor
-
-
-class _OptimizerTensors:
-    """State tensors of one optimizer: the live one where it fits, a new one on its parameter's device else."""
-
-    def __init__(
-        self,
-        matching: Matching,
-        live: dict[str, torch.Tensor],
-        parameters: dict[str, torch.Tensor],
-        prefix: str,
-        on_host: set[str],
-    ) -> None:
-        self._matching = matching
-        self._live = live
-        self._parameters = parameters
-        self._prefix = prefix
-        self._on_host = on_host
-        self._made: dict[str, torch.Tensor] = {}
-
-    def make(self, key: str) -> torch.Tensor:
-        specs = self._matching.saved.specs
-        if key not in specs:
-            raise StateMismatchError(
-                f"{key}: the context names this tensor, the checkpoint does not hold it", path=key
-            )
-        dtype, shape = specs[key].dtype, specs[key].shape
-        tensor = self._live.get(key)
-        if tensor is None or tensor.dtype != DTYPES[dtype] or tuple(tensor.shape) != shape:
-            tensor = self._new(key, DTYPES[dtype], shape)
-        self._made[key] = tensor
-        self._matching.targets.append((key, tensor))
-        return tensor
-
-    def __getitem__(self, key: str) -> torch.Tensor:
-        return self._made[key]
-
-    def _new(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        parameter = self._parameters.get(key[len(self._prefix) :].rpartition("/")[0])
-        if parameter is None or key in self._on_host:
-            device = (
-                parameter.device
-                if parameter is not None and key not in self._on_host
-                else torch.device("cpu")
-            )
-            return torch.empty(shape, dtype=dtype, device=device)
-        if tuple(parameter.shape) == shape:
-            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        return torch.empty(shape, dtype=dtype, device=parameter.device)
 
 
 def _replace(objects: dict[str, Any], name: str, put: Callable[[], Any]) -> None:

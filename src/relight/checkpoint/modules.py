@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -46,6 +47,7 @@ def module_tensors(module: nn.Module) -> ModuleTensors:
     Raises:
         StateMismatchError: two tensors end up with one name, or a parameter is not materialised.
     """
+    _reshard(module)
     found = ModuleTensors()
     first_name: dict[int, str] = {}
     parameters, buffers = found.parameters, found.buffers
@@ -75,6 +77,15 @@ def module_tensors(module: nn.Module) -> ModuleTensors:
                 raise _unusable(name, buffer)
             buffers[name] = buffer
     return found
+
+
+def _reshard(module: nn.Module) -> None:
+    """Have FSDP register its sharded parameters again where a forward without backward has left the gathered ones."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and hasattr(fsdp, "FSDPModule"):
+        for one in module.modules():
+            if isinstance(one, fsdp.FSDPModule):
+                one.reshard()
 
 
 def _unusable(name: str, tensor: torch.Tensor) -> StateMismatchError:

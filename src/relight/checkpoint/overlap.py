@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from relight.checkpoint.save_plan import SavePlan
 from relight.checkpoint.snapshot import Partition, partition
-from relight.checkpoint.state import StateTable
+from relight.checkpoint.table import StateTable
 
 __all__ = ["Overlap"]
 

@@ -16,10 +16,18 @@ from relight.checkpoint.group import RankGroup
 from relight.checkpoint.keeping import Keeping
 from relight.checkpoint.late import LateParts
 from relight.checkpoint.matching import Allowances, Matching
+from relight.checkpoint.replicas import (
+    ReplicaCheck,
+    ReplicaMode,
+    differing_groups,
+    find_differences,
+    summary,
+)
 from relight.checkpoint.run import Run
+from relight.checkpoint.save_plan import plan_save
 from relight.checkpoint.slot_pool import SlotPool
 from relight.checkpoint.state import PARTS, TrainState
-from relight.errors import MissingCopyError
+from relight.errors import CopyError, DesyncError, MissingCopyError
 from relight.keeper.messages import HeldSnapshot
 from relight.manifest.catalog import Catalog
 from relight.manifest.manifest import Parent
@@ -48,13 +56,21 @@ class Restorer:
     """
 
     def __init__(
-        self, state: TrainState, group: RankGroup, allow: Allowances, run: Run, keeping: Keeping
+        self,
+        state: TrainState,
+        group: RankGroup,
+        allow: Allowances,
+        run: Run,
+        keeping: Keeping,
+        *,
+        replica_mode: ReplicaMode = "full",
     ) -> None:
         self._state = state
         self._group = group
         self._allow = allow
         self._run = run
         self._keeping = keeping
+        self._replicas = ReplicaCheck(group.world_size, replica_mode)
         self._emit = run.emit
 
     def start(
@@ -89,6 +105,8 @@ class Restorer:
             which = f" at step {step}" if step is not None else ""
             where = origin or ", ".join(self._run.durable_urls)
             raise MissingCopyError(f"nothing to restore{which} in {where}", step=step)
+        if found is not None:
+            self._check_replicas(found.candidate.step)
         self._run.is_restored = True
         first_step = 0
         if found is not None:
@@ -123,7 +141,9 @@ class Restorer:
         results: list[Restored] = []
 
         def load(candidate: Candidate) -> None:
-            results.append(self._load(candidate, catalogs, held, slots, parts))
+            results.append(
+                self._load(candidate, catalogs, held, slots, parts=parts, is_asked_for=step is not None)
+            )
 
         found = try_candidates(candidates, self._group, load, self._skipped)
         return results[-1] if found is not None else None
@@ -134,18 +154,28 @@ class Restorer:
         catalogs: Sequence[Catalog],
         held: Sequence[HeldSnapshot],
         slots: SlotPool | None,
+        *,
         parts: frozenset[str],
+        is_asked_for: bool,
     ) -> Restored:
         with Checkpoint(
             candidate, catalogs, slots.folder if slots is not None else None, held, slots
         ) as opened:
-            saved = opened.saved_state(self._group.rank)
+            book = self._state.book(self._group.rank, self._group.world_size)
+            saved = opened.saved_state(book)
+            if saved.replicas_differ and not is_asked_for:
+                named = ", ".join(saved.replicas_differ[:3])
+                raise CopyError(
+                    f"replicas differed in {named}; restore(step={candidate.step}) takes it all the same",
+                    step=candidate.step,
+                )
             matching = Matching(self._state, saved, self._allow)
-            if parts & {"optimizer", "rng", "data"} and candidate.world_size != self._group.world_size:
-                text = f"saved by {candidate.world_size} ranks, now {self._group.world_size}"
-                matching.differ("changed", "world_size", text)
+            if saved.is_resized:
+                matching.allowed.append(
+                    f"world_size: saved by {candidate.world_size} ranks, now {self._group.world_size}"
+                )
             matching.match_parts(parts)
-            late = LateParts(saved, self._allow)
+            late = LateParts(saved, self._allow, book)
             late.load(self._state, parts, is_exhaustive=matching.is_exhaustive)
             matching.apply()
             self._state.await_late(late)
@@ -154,6 +184,28 @@ class Restorer:
             for text in opened.bad_copies():
                 self._bad_copy(candidate.step, text)
             return Restored(candidate, opened.place(), opened.bytes_read)
+
+    def _check_replicas(self, step: int) -> None:
+        """Compare what replicas hold after the restore.
+
+        Raises:
+            DesyncError: they differ; names tensors and ranks.
+        """
+        if self._replicas.mode == "off":
+            return
+        table = self._state.collect_tensors(rank=self._group.rank, num_ranks=self._group.world_size)
+        plan = plan_save(table, rank=self._group.rank, world_size=self._group.world_size)
+        digests = self._replicas.digests(table, plan, lambda _: None)
+        groups = differing_groups(self._group.gather(summary(digests)), plan.layouts)
+        if groups:
+            answers = self._group.gather({group: digests[group] for group in groups})
+            found = find_differences(groups, plan.layouts, answers)
+            raise DesyncError(
+                f"after the restore of step {step} replicas hold different values of {len(found)} tensors: "
+                f"{', '.join(map(str, found[:3]))}; nothing was trained yet: restore again, and look at the memory of "
+                "these ranks if it happens twice",
+                step=step,
+            )
 
     def _bad_copy(self, step: int | None, text: str) -> None:
         self._emit("copy_bad", step, what=text)

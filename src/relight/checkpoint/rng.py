@@ -25,6 +25,7 @@ __all__ = [
     "RngStream",
     "capture_generator",
     "capture_rng",
+    "derive_rng",
     "derive_seed",
     "is_generator",
     "restore_generator",
@@ -75,6 +76,19 @@ def restore_rng(saved: Mapping[str, Any]) -> None:
             setters[kind] = _device_setter(kind)
     for name, setter in setters.items():
         _apply(name, setter, saved[name])
+
+
+def derive_rng(saved: Mapping[str, Any], rank: int) -> None:
+    """Seed every global stream of a rank that did not exist when `saved` was captured on rank 0.
+
+    The seed of each stream is a function of rank 0's saved state of it and of `rank` alone, so that restoring twice
+    gives the same draws, and no two ranks the same ones.
+    """
+    digest = xxhash.xxh3_64_hexdigest(repr(sorted(saved.items())).encode())
+    random.seed(derive_seed("rng", "python", digest, rank))
+    np.random.seed(derive_seed("rng", "numpy", digest, rank) % 2**32)
+    # Seeds the generators of all devices too.
+    torch.manual_seed(derive_seed("rng", "torch", digest, rank))
 
 
 def is_generator(obj: object) -> bool:

@@ -10,19 +10,16 @@ import msgspec
 import torch
 
 from relight.checkpoint import context
+from relight.checkpoint.replicas import Digests, summary
 from relight.checkpoint.save_plan import SavePlan
+from relight.checkpoint.sharding import Kind
 from relight.checkpoint.snapshot import Snapshot
-from relight.checkpoint.state import StateTable
+from relight.checkpoint.table import StateTable
 from relight.errors import DesyncError, OwnershipError
 from relight.keeper.arena import ArenaSlot
 from relight.manifest.manifest import Generation, RecordDraft, digest_block
 
-__all__ = ["Comparison", "Outcome", "SaveJob", "check_votes", "compared_digests", "sampled_digests", "vote"]
-
-REPLICA = "replica "
-"""Prefix of the names of sampled tensors among the digests of a vote."""
-
-_SAMPLE_ROWS_BYTES = 12288
+__all__ = ["Outcome", "SaveJob", "check_votes", "compared_digests", "vote"]
 
 Outcome = Literal["pending", "sealed", "skipped", "torn", "failed", "committed"]
 """What became of a save; "sealed" is on its way to the tiers, "committed" is durable on the last one."""
@@ -38,6 +35,8 @@ class SaveJob:
         metrics: what the user passed, by value.
         snapshot: None when there was no free slot: the rank then votes for skipping.
         digests: of everything that must be equal on all ranks, by name.
+        replicas: digests of the tensors that other ranks should hold too.
+        equal: kinds of what belongs to each rank that all ranks were found to hold equal.
         schedule: schedulers and parameter groups as they are at release, if they moved after the call.
         copied: the live tensors are no longer needed.
         is_sealed: the slot is sealed; whatever happens now, the keeper that finds it stores it.
@@ -55,6 +54,8 @@ class SaveJob:
     slot_index: int
     is_blocking: bool
     digests: dict[str, str] = field(default_factory=dict)
+    replicas: Digests = field(default_factory=dict)
+    equal: frozenset[Kind] = frozenset()
     replicas_differ: tuple[str, ...] = ()
     outcome: Outcome = "pending"
     is_sealed: bool = False
@@ -76,11 +77,12 @@ class SaveJob:
             rank=rank,
             world_size=world_size,
             layout=self.plan.fingerprint,
-            image_bytes=self.plan.layout.image_bytes,
+            image_bytes=self.plan.image.image_bytes,
             saved_at=self.saved_at,
             context=msgspec.Raw(context.dumps(self.final_parts())),
             metrics=self.metrics,
-            index=self.plan.index,
+            index=self.plan.index(self.equal),
+            layouts=self.plan.layouts if rank == 0 else (),
             aliases=self.table.aliases if rank == 0 else {},
             local=self.plan.local,
             replicas_differ=self.replicas_differ,
@@ -96,7 +98,7 @@ class SaveJob:
 
 def compared_digests(table: StateTable) -> dict[str, str]:
     """Return name -> digest of each value that must be equal on all ranks, tensors inside extras included."""
-    digests = {}
+    digests: dict[str, str] = {}
     for name, value in table.compared.items():
         whole = [context.dumps(value)]
         prefix = f"{name}/"
@@ -107,43 +109,6 @@ def compared_digests(table: StateTable) -> dict[str, str]:
                 if key.startswith(prefix)
             ]
         digests[name] = digest_block(b"\0".join(whole))[:16]
-    return digests
-
-
-class Comparison:
-    """What the ranks compare over a run: small values at every save, some rows of each tensor when the plan is new."""
-
-    def __init__(self, world_size: int, *, is_fresh: bool) -> None:
-        self._world_size = world_size
-        self._is_fresh = is_fresh
-        self._plan: SavePlan | None = None
-
-    def digests(self, table: StateTable, plan: SavePlan) -> dict[str, str]:
-        """Return this rank's digests; nothing with one rank."""
-        if self._world_size == 1:
-            return {}
-        is_new, self._plan = plan is not self._plan, plan
-        return compared_digests(table) | (sampled_digests(table) if is_new else {})
-
-    def check(self, votes: list[dict[str, Any]]) -> tuple[str, ...]:
-        """Check the votes of all ranks; see `check_votes`."""
-        is_fresh, self._is_fresh = self._is_fresh, False
-        return check_votes(votes, is_fresh=is_fresh)
-
-
-def sampled_digests(table: StateTable) -> dict[str, str]:
-    """Return name -> digest of some rows of each replicated tensor, to find ranks that do not hold the same model.
-
-    At most `_SAMPLE_ROWS_BYTES` of each, from its start, middle and end.
-    """
-    digests = {}
-    for key, tensor, is_mine in zip(table.keys, table.tensors, table.is_per_rank, strict=True):
-        if not is_mine and tensor.numel():
-            flat = tensor.detach().reshape(-1)
-            num = max(1, _SAMPLE_ROWS_BYTES // (3 * flat.element_size()))
-            starts = (0, max(0, (flat.numel() - num) // 2), max(0, flat.numel() - num))
-            parts = [_tensor_bytes(flat[start : start + num]) for start in starts]
-            digests[f"{REPLICA}{key}"] = digest_block(b"".join(parts))[:12]
     return digests
 
 
@@ -163,25 +128,23 @@ def vote(
         "layout": job.plan.fingerprint,
         "ok": is_ok,
         "digests": job.digests,
+        "replicas": summary(job.replicas),
         "next": proposal,
     }
 
 
-def check_votes(votes: list[dict[str, Any]], *, is_fresh: bool = False) -> tuple[str, ...]:
+def check_votes(votes: list[dict[str, Any]]) -> tuple[str, ...]:
     """Check that all ranks speak of the same save.
 
     Args:
         votes: of all ranks, by rank.
-        is_fresh: whether this is the first save of a run that restored nothing: tensors that differ then are no
-            accident.
 
     Returns:
-        Names of state that should be equal on all ranks and is not (a replica went astray).
+        Names of parts that should be equal on all ranks and are not (a schedule went astray).
 
     Raises:
         DesyncError: ranks differ in root, step, generation or layout.
-        OwnershipError: extra values or settings differ that were not marked as per-rank; or, when `is_fresh`,
-            the ranks hold different models.
+        OwnershipError: extra values or settings differ that were not marked as per-rank.
     """
     for name, what in (("roots", "checkpoint roots"), ("step", "steps"), ("generation", "generations")):
         if any(other[name] != votes[0][name] for other in votes):
@@ -189,7 +152,10 @@ def check_votes(votes: list[dict[str, Any]], *, is_fresh: bool = False) -> tuple
             raise DesyncError(f"ranks save to different {what}: {listed}")
     if any(other["layout"] != votes[0]["layout"] for other in votes):
         odd = [rank for rank, other in enumerate(votes) if other["layout"] != votes[0]["layout"]]
-        raise DesyncError(f"replicated tensors differ in name, dtype or shape between rank 0 and ranks {odd}")
+        raise DesyncError(
+            f"tensors differ in name, dtype, shape or layout between rank 0 and ranks {odd}; "
+            "what ranks share must be the same on all of them"
+        )
     names = sorted({name for other in votes for name in other["digests"]})
     differ = [name for name in names if len({other["digests"].get(name) for other in votes}) > 1]
     mistakes = [name for name in differ if name.startswith("extra.") or name == "settings"]
@@ -199,15 +165,7 @@ def check_votes(votes: list[dict[str, Any]], *, is_fresh: bool = False) -> tuple
             "belong to one rank: extra={name: relight.PerRank(value)}",
             path=mistakes[0],
         )
-    replicas = [name.removeprefix(REPLICA) for name in differ if name.startswith(REPLICA)]
-    if replicas and is_fresh:
-        raise OwnershipError(
-            f"{len(replicas)} tensors differ between ranks that count as replicas of one model, such as "
-            f"{replicas[0]}: start from equal values (DistributedDataParallel sees to it), or give each rank a "
-            "Checkpointer root and a process group of its own",
-            path=replicas[0],
-        )
-    return tuple(name.removeprefix(REPLICA) for name in differ)
+    return tuple(differ)
 
 
 def _text(value: Any) -> str:

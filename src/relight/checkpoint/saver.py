@@ -12,19 +12,21 @@ import queue
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import msgspec
 
+from relight.checkpoint.agreement import Agreement
 from relight.checkpoint.cadence import SavePace
 from relight.checkpoint.group import RankGroup
 from relight.checkpoint.keeping import Keeping
 from relight.checkpoint.outcomes import Outcomes
 from relight.checkpoint.overlap import Overlap
-from relight.checkpoint.save_job import Comparison, Outcome, SaveJob, vote
+from relight.checkpoint.replicas import ReplicaMode
+from relight.checkpoint.save_job import Outcome, SaveJob, compared_digests
 from relight.checkpoint.save_plan import SavePlan, plan_save
 from relight.checkpoint.snapshot import Snapshot
-from relight.checkpoint.state import StateTable, TrainState
+from relight.checkpoint.state import TrainState
+from relight.checkpoint.table import StateTable
 from relight.clock import Clock
 from relight.errors import ConfigError, KeeperUnavailableError, RelightError, StopError, StorageFullError
 from relight.keeper.arena import ArenaSlot
@@ -61,16 +63,18 @@ class Saver:
         pace: SavePace,
         emit: Callable[..., None],
         generation: Generation,
+        replica_mode: ReplicaMode,
     ) -> None:
         self._state = state
         self._group = group
         self._keeping = keeping
         self._clock = clock
-        self._root_urls = root_urls
         self._pace = pace
         self._emit = emit
         self._plan: SavePlan | None = None
-        self._comparison = Comparison(group.world_size, is_fresh=generation.parent is None)
+        self._agreement = Agreement(
+            group, roots=root_urls, generation=generation, pace=pace, mode=replica_mode, emit=emit
+        )
         self._jobs: queue.Queue[SaveJob | tuple[str, int] | None] = queue.Queue()
         self._ready: tuple[int, ArenaSlot] | None = None
         self._wanted_bytes = 0
@@ -87,8 +91,8 @@ class Saver:
 
     def prepare(self, step: int) -> None:
         """Have a slot made and touched in the background for the state as it is now."""
-        table = self._state.collect(step, num_ranks=self._group.world_size)
-        self._wanted_bytes = self._plan_for(table).layout.image_bytes
+        table = self._collect(step)
+        self._wanted_bytes = self._plan_for(table).image.image_bytes
         self._jobs.put(("acquire", 0))
 
     @property
@@ -112,10 +116,10 @@ class Saver:
         """
         self.release()
         started = self._clock.monotonic()
-        table = self._state.collect(step, num_ranks=self._group.world_size)
+        table = self._collect(step)
         plan = self._plan_for(table)
-        self._wanted_bytes = plan.layout.image_bytes
-        index, slot = self._take_slot(plan.layout.image_bytes, wait=must_save)
+        self._wanted_bytes = plan.image.image_bytes
+        index, slot = self._take_slot(plan.image.image_bytes, wait=must_save)
         job = SaveJob(
             step=step,
             saved_at=self._clock.now(),
@@ -127,7 +131,7 @@ class Saver:
             slot_index=index,
             is_blocking=self._overlap.take_block() or blocking,
             schedule_counts=self._state.schedule_counts(),
-            digests=self._comparison.digests(table, plan),
+            digests=compared_digests(table) if self._group.world_size > 1 else {},
         )
         self.outcomes.settle(step, "pending")
         if slot is not None:
@@ -183,6 +187,9 @@ class Saver:
         self._jobs.put(None)
         self._thread.join()
 
+    def _collect(self, step: int) -> StateTable:
+        return self._state.collect(step, rank=self._group.rank, num_ranks=self._group.world_size)
+
     def _plan_for(self, table: StateTable) -> SavePlan:
         if self._plan is None or not self._plan.matches(table, self._group.world_size):
             self._plan = plan_save(table, rank=self._group.rank, world_size=self._group.world_size)
@@ -196,7 +203,7 @@ class Saver:
             generation=self.generation.generation,
             rank=self._group.rank,
             world_size=self._group.world_size,
-            image_bytes=job.plan.layout.image_bytes,
+            image_bytes=job.plan.image.image_bytes,
             run=self.generation.run,
         )
         job.snapshot = Snapshot(slot, job.plan, job.table, parts, seed=job.step)
@@ -276,30 +283,18 @@ class Saver:
         if job.snapshot is not None:
             job.snapshot.run()
             torn = job.snapshot.torn_keys()
+            self._agreement.look(job)
         job.copied.set()
-        answers = self._agree(job, torn)
+        everyone = self._agreement.reach(job, is_ok=job.snapshot is not None and not torn)
         job.released.wait()
         if job.snapshot is not None and not torn:
             torn = job.snapshot.torn_keys()
         if torn:
             self._drop_torn(job, torn)
-        elif not all(answer["ok"] for answer in answers):
+        elif not everyone:
             self._drop(job, "skipped", "another rank could not take part, or the arena was busy")
         elif job.slot is not None:
             self._seal(job, job.slot)
-
-    def _agree(self, job: SaveJob, torn: list[str]) -> list[dict[str, Any]]:
-        mine = vote(
-            job,
-            roots=self._root_urls,
-            generation=self.generation.generation,
-            is_ok=job.snapshot is not None and not torn,
-            proposal=self._pace.propose(job.step),
-        )
-        answers = self._group.gather(mine)
-        job.replicas_differ = self._comparison.check(answers)
-        self._pace.accept(answers[0]["next"])
-        return answers
 
     def _decide(self, step: int) -> None:
         self._pace.accept(self._group.gather(self._pace.propose(step))[0])
@@ -322,12 +317,10 @@ class Saver:
             "save_sealed",
             job.step,
             stall_seconds=job.stall_seconds,
-            image_bytes=job.plan.layout.image_bytes,
+            image_bytes=job.plan.image.image_bytes,
             is_overlapped=job.snapshot is not None and job.snapshot.is_overlapped,
             metrics=job.metrics,
         )
-        if job.replicas_differ:
-            self._emit("replicas_differ", job.step, keys=list(job.replicas_differ))
 
     def _drop_torn(self, job: SaveJob, torn: list[str]) -> None:
         self._overlap.note_torn(torn)

@@ -12,6 +12,7 @@ from relight.checkpoint.cadence import SavePace
 from relight.checkpoint.group import RankGroup
 from relight.checkpoint.hooks import LoopWatch
 from relight.checkpoint.keeping import Keeping
+from relight.checkpoint.replicas import ReplicaMode
 from relight.checkpoint.requests import SaveRequests
 from relight.checkpoint.run import Run
 from relight.checkpoint.saver import Saver
@@ -28,6 +29,9 @@ GATHER_TIMEOUT_SECONDS = 600.0
 
 _CLOSE_TIMEOUT_SECONDS = 1800.0
 _FAILING_TIMEOUT_SECONDS = 60.0
+# Ranks that still run wait for this one in a collective, and notice that it is gone only when it ends; the keeper
+# stores what is sealed whoever ends.
+_FAILING_RANKS_SECONDS = 3.0
 _SEAL_TIMEOUT_SECONDS = 20.0
 _NOT_YET = ("pending", "draining", "digested", "sealed", "durable")
 
@@ -38,6 +42,7 @@ class Saving:
     Args:
         is_blocking: copy inside the call.
         raises: raise `SaveFailedError` at the next step when a save could not be made durable.
+        replica_mode: how replicas are compared at each save.
 
     Attributes:
         last_stall_seconds: training time that the newest save took.
@@ -55,6 +60,7 @@ class Saving:
         pace: SavePace,
         is_blocking: bool,
         raises: bool,
+        replica_mode: ReplicaMode,
     ) -> None:
         self._state = state
         self._run = run
@@ -64,6 +70,7 @@ class Saving:
         self._pace = pace
         self._is_blocking = is_blocking
         self._raises = raises
+        self._replica_mode: ReplicaMode = replica_mode
         self._saver: Saver | None = None
         self._is_deferred = False
         self._step: int | None = None
@@ -163,7 +170,8 @@ class Saving:
             if outcome in ("skipped", "torn"):
                 self._saver.outcomes.forget(self._last_due)
                 self._begin(self._saver, self._last_due, self._last_metrics, must_save=True)
-        self.wait(None, timeout_seconds=_FAILING_TIMEOUT_SECONDS if is_failing else None)
+        failing_seconds = _FAILING_TIMEOUT_SECONDS if self._group.world_size == 1 else _FAILING_RANKS_SECONDS
+        self.wait(None, timeout_seconds=failing_seconds if is_failing else None)
 
     def close(self) -> None:
         """End the snapshot thread and remove every hook."""
@@ -228,6 +236,7 @@ class Saving:
                 pace=self._pace,
                 emit=self._run.emit,
                 generation=generation,
+                replica_mode=self._replica_mode,
             )
         return self._saver
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from relight.checkpoint.save_plan import LocalEntry, SavePlan
-from relight.checkpoint.state import StateTable
+from relight.checkpoint.table import StateTable
 from relight.keeper.arena import ArenaSlot
 from relight.stages import reached
 
@@ -267,7 +267,7 @@ class Snapshot:
     """One rank's snapshot of one step on its way into a slot.
 
     Args:
-        slot: a slot that this rank may write, at least `plan.layout.image_bytes` large.
+        slot: a slot that this rank may write, at least `plan.image.image_bytes` large.
         parts: which entries are copied when.
         seed: moves the places of the samples; the step.
     """
@@ -301,8 +301,8 @@ class Snapshot:
     def start(self) -> None:
         """Write the header, copy the unguarded part by value and enqueue the rest."""
         image = self.slot.image
-        image[: len(self.plan.layout.header)] = self.plan.layout.header
-        for start, size in self.plan.layout.pads:
+        image[: len(self.plan.image.header)] = self.plan.image.header
+        for start, size in self.plan.image.pads:
             image[start : start + size] = bytes(size)
         for copy, _ in self._copies:
             copy.start()

@@ -7,64 +7,25 @@ changes training: no state_dict hooks, no fake optimizer step, no random draw.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from relight.checkpoint import context, rng
 from relight.checkpoint.data import DataPart, attach_data
 from relight.checkpoint.modules import ModuleView, module_tensors
+from relight.checkpoint.optimizer_table import StateCollector
 from relight.checkpoint.optimizers import OptimizerView
+from relight.checkpoint.sharding import LayoutBook, is_dtensor
+from relight.checkpoint.table import StateTable
 from relight.checkpoint.values import PerRank, capture_value, is_module
 from relight.errors import ConfigError
 
-__all__ = ["PARTS", "StateTable", "TrainState"]
+__all__ = ["PARTS", "TrainState"]
 
 PARTS = ("model", "optimizer", "scheduler", "scaler", "data", "rng", "extra", "settings")
 """Names of the parts of a train state, as `Checkpointer.restore(parts=...)` takes them."""
-
-
-@dataclass(slots=True)
-class StateTable:
-    """The state at one instant: tensors still live, everything else already by value.
-
-    Attributes:
-        keys, tensors: the tensor table; parallel lists.
-        is_per_rank: whether each tensor belongs to this rank alone.
-        owners: index of the optimizer whose step changes the tensor and whose hook therefore guards it; else None.
-        parts: part name -> typed JSON of this rank.
-        aliases: key -> key stored in its place.
-        compared: names of `parts` entries (dotted for extras) that must be equal on all ranks, with their JSON.
-    """
-
-    keys: list[str] = field(default_factory=list)
-    tensors: list[torch.Tensor] = field(default_factory=list)
-    is_per_rank: list[bool] = field(default_factory=list)
-    owners: list[int | None] = field(default_factory=list)
-    parts: dict[str, Any] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    compared: dict[str, Any] = field(default_factory=dict)
-
-    def put(
-        self, key: str, tensor: torch.Tensor, *, per_rank: bool = False, owner: int | None = None
-    ) -> None:
-        """Add one tensor."""
-        self.keys.append(key)
-        self.tensors.append(tensor)
-        self.is_per_rank.append(per_rank)
-        self.owners.append(owner)
-
-    def sink(self, *, per_rank: bool = False, owner: int | None = None) -> context.TensorSink:
-        """Return a sink for `context.encode` that stores tensors in this table under their path."""
-
-        def store(path: str, tensor: torch.Tensor) -> str:
-            self.put(path, tensor, per_rank=per_rank, owner=owner)
-            return path
-
-        return store
 
 
 def _named(value: Any, sort: str) -> dict[str, Any]:
@@ -92,7 +53,7 @@ class TrainState:
         model: a module, or a dict of several; wrappers (DDP, torch.compile) may be on or off at any time.
         optimizer: an optimizer, or a dict of several; matched by parameter name.
         scheduler: a learning-rate scheduler, or a dict of several.
-        data: a DataLoader, an `ElasticSampler`, or anything with `state_dict` / `load_state_dict`.
+        data: a DataLoader, an `ElasticSampler`, a `FileStream`, or anything with `state_dict` / `load_state_dict`.
         scaler: a gradient scaler.
         extra: name -> anything more: modules (EMA), tensors, generators, stateful objects, plain values.
             Values must be equal on all ranks unless wrapped in `PerRank`.
@@ -130,8 +91,8 @@ class TrainState:
         self._views: dict[str, OptimizerView] = {}
         self._module_views: dict[int, ModuleView] = {}
         self._late: Any = None
-        self._is_alone = True
-        self._plain_cache: dict[str, tuple[list[str], tuple[Any, list[str]]]] = {}
+        self._book = LayoutBook(0, 1)
+        self._collectors: dict[str, StateCollector] = {}
         for name in self.extra:
             _check_extra_name(name)
         for name in self.optimizers:
@@ -170,48 +131,62 @@ class TrainState:
         if self._late is not None:
             self._late.claim(self, name)
 
-    def collect(self, step: int, *, num_ranks: int = 1) -> StateTable:
+    def collect(self, step: int, *, rank: int = 0, num_ranks: int = 1) -> StateTable:
         """Return the state as it is now, between two optimizer steps.
 
         Args:
             step: number of steps done.
-            num_ranks: with several, parameters and optimizer state count as replicated only below
-                DistributedDataParallel; what nothing keeps equal belongs to its rank.
+            rank: of this process.
+            num_ranks: with several, what a tensor is to the ranks follows from its placements,
+                or from DistributedDataParallel above it; what nothing keeps equal belongs to its rank.
         """
-        table = StateTable()
-        self._is_alone = num_ranks == 1
-        for key, module, owner_of in self._modules():
-            self._collect_module(table, key, module, is_owned=owner_of)
-        self._collect_optimizers(table)
+        table = self.collect_tensors(rank=rank, num_ranks=num_ranks)
+        everyone = self._book.everyone
+        are_equal = num_ranks == 1 or self._has_shared()
         for part, objects in (("scheduler", self.schedulers), ("scaler", self.scalers)):
             for name, obj in objects.items():
                 key = part_key(part, name)
-                table.parts[key] = capture_value(obj, path=f"{key}/", sink=table.sink())
-                if self._is_replicated():
+                table.parts[key] = capture_value(obj, path=f"{key}/", sink=table.sink(everyone))
+                if are_equal:
                     table.compared[key] = table.parts[key]
         for name, value in self.extra.items():
             if not is_module(value):
                 key = f"extra.{name}"
                 is_mine = isinstance(value, PerRank)
-                table.parts[key] = capture_value(value, path=f"{key}/", sink=table.sink(per_rank=is_mine))
+                sink = table.sink(None, "own") if is_mine else table.sink(everyone)
+                table.parts[key] = capture_value(value, path=f"{key}/", sink=sink)
                 if not is_mine:
                     table.compared[key] = table.parts[key]
         if self.data is not None:
-            table.parts["data"] = context.encode(
-                self.data.capture(step), path="data/", tensors=table.sink(per_rank=self.data.per_rank)
-            )
+            sink = table.sink(None, "own") if self.data.per_rank else table.sink(everyone)
+            table.parts["data"] = context.encode(self.data.capture(step), path="data/", tensors=sink)
         table.parts["rng"] = context.encode(rng.capture_rng(), path="rng/")
         table.parts["settings"] = context.encode(self.all_settings(), path="settings/")
         table.compared["settings"] = table.parts["settings"]
         return table
 
+    def collect_tensors(self, *, rank: int, num_ranks: int) -> StateTable:
+        """Return models and optimizers alone, see `collect`; asks nothing of other parts."""
+        table = StateTable(self.book(rank, num_ranks))
+        for key, module, owner_of in self._modules():
+            self._collect_module(table, key, module, is_owned=owner_of)
+        self._collect_optimizers(table)
+        return table
+
+    def book(self, rank: int, num_ranks: int) -> LayoutBook:
+        """Return the layouts seen so far by this rank of `num_ranks`."""
+        if (self._book.rank, self._book.world_size) != (rank, num_ranks):
+            self._book = LayoutBook(rank, num_ranks)
+            self._collectors.clear()
+        return self._book
+
     def collect_schedule(self) -> dict[str, Any]:
         """Return the parts that `scheduler.step()` changes, as they are now: schedulers and parameter groups."""
-        table = StateTable()
+        table = StateTable(self._book)
         parts: dict[str, Any] = {}
         for name, obj in self.schedulers.items():
             key = part_key("scheduler", name)
-            parts[key] = capture_value(obj, path=f"{key}/", sink=table.sink())
+            parts[key] = capture_value(obj, path=f"{key}/", sink=table.sink(self._book.everyone))
         for name in self.optimizers:
             parts[part_key("optimizer", name)] = self._view(name).encode_groups()
         return parts
@@ -255,56 +230,47 @@ class TrainState:
         is_declared = key.startswith("extra.") and is_owned
         for name, tensor in found.parameters.items():
             owner = owners.get(id(tensor), 0 if is_declared and self.optimizers else None)
-            is_mine = not self._is_alone and name not in found.replicated
-            table.put(f"{key}/{name}", tensor, per_rank=is_mine, owner=owner)
+            layout, kind = self._book.standing(f"{key}/{name}", tensor, is_shared=name in found.replicated)
+            table.put(f"{key}/{name}", tensor, layout, kind, owner=owner)
         for name, tensor in found.buffers.items():
             # DDP hands rank 0's buffers to everyone at the next forward; until then each rank's are its own.
-            table.put(
-                f"{key}/{name}", tensor, per_rank=True, owner=0 if is_declared and self.optimizers else None
-            )
+            layout = self._book.common_layout(f"{key}/{name}", tensor) if is_dtensor(tensor) else None
+            owner = 0 if is_declared and self.optimizers else None
+            table.put(f"{key}/{name}", tensor, layout, "buffer", owner=owner)
         table.aliases.update({f"{key}/{name}": f"{key}/{first}" for name, first in found.aliases.items()})
         for prefix, owner_module in view.extra_states():
             path = f"{key}/{prefix}/_extra_state/"
-            table.parts[path] = context.encode(
-                owner_module.get_extra_state(), path=path, tensors=table.sink()
-            )
+            sink = table.sink(self._book.everyone)
+            table.parts[path] = context.encode(owner_module.get_extra_state(), path=path, tensors=sink)
 
     def _collect_optimizers(self, table: StateTable) -> None:
+        shared = self._shared_parameters()
         for at, name in enumerate(self.optimizers):
             key = part_key("optimizer", name)
             view = self._view(name)
-            keys, tensors, is_plain = view.tensors()
-            is_mine = not self._is_replicated(view)
-            cached = self._plain_cache.get(key)
-            if is_plain and cached is not None and cached[0] == keys:
-                table.keys += keys
-                table.tensors += tensors
-                table.is_per_rank += [is_mine] * len(keys)
-                table.owners += [at] * len(keys)
-                encoded, on_host = cached[1]
-            else:
-                start = len(table.keys)
-                encoded, on_host = view.encode_state(table.sink(owner=at, per_rank=is_mine)), view.host_keys()
-                if is_plain and table.keys[start:] == keys:
-                    self._plain_cache[key] = (keys, (encoded, on_host))
+            collected = self._collectors.setdefault(key, StateCollector(view)).collect(
+                table, self._book, shared, at
+            )
             table.parts[key] = {
                 "class": type(self.optimizers[name]).__qualname__,
                 "groups": view.encode_groups(),
-                "state": encoded,
-                "on_host": on_host,
+                "state": collected.encoded,
+                "on_host": collected.on_host,
             }
-            if not is_mine:
+            if any(layout is not None for layout in collected.layouts):
                 table.compared[key] = table.parts[key]["groups"]
 
-    def _is_replicated(self, view: OptimizerView | None = None) -> bool:
-        """Return whether all parameters (of an optimizer) are kept equal on all ranks, or there is one rank only."""
-        if self._is_alone:
-            return True
-        views = {id(module): self._module_view(module).tensors() for module in self.models.values()}
-        shared = {id(found.parameters[name]) for found in views.values() for name in found.replicated}
-        if view is None:
-            return bool(shared)
-        return all(id(parameter) in shared for parameter in view.parameters().values())
+    def _shared_parameters(self) -> set[int]:
+        """Return the ids of the parameters that DistributedDataParallel keeps equal."""
+        if self._book.world_size == 1:
+            return set()
+        found = [self._module_view(module).tensors() for module in self.models.values()]
+        return {id(one.parameters[name]) for one in found for name in one.replicated}
+
+    def _has_shared(self) -> bool:
+        """Return whether something keeps the ranks' parameters together, so that schedules must be equal too."""
+        views = [self._module_view(module).tensors() for module in self.models.values()]
+        return any(one.replicated or any(map(is_dtensor, one.parameters.values())) for one in views)
 
     def _module_view(self, module: nn.Module) -> ModuleView:
         view = self._module_views.get(id(module))

@@ -43,6 +43,11 @@ class StatefulPart:
         pair = next(pair for pair in _METHODS if all(callable(getattr(data, name, None)) for name in pair))
         self._read, self._load = (getattr(data, name) for name in pair)
 
+    @property
+    def can_change_world_size(self) -> bool:
+        """Whether the object says that its state is good on any number of ranks."""
+        return bool(getattr(self._data, "can_change_world_size", False))
+
     def capture(self, step: int) -> dict[str, Any]:
         """Return the position; it may alias the object's live state, so encode it before training goes on."""
         return {"kind": self.kind, "step": step, "type": type(self._data).__qualname__, "state": self._read()}

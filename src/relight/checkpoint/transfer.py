@@ -1,171 +1,31 @@
 """From stored or mapped rank images into tensors: block by block, each digest checked before a byte goes on.
 
-A block that cannot be read or does not match its digest is taken from the next copy of the same image; only when
-no copy is left does the load fail. Blocks are handled by a few threads; hashing, reading and copying release the
-interpreter lock. No second full copy of the state is made.
+Any stored box goes into any part that a rank holds. Blocks are handled by a few threads; hashing, reading and copying
+release the interpreter lock. No second full copy of the state is made.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
+import math
 import mmap
 import threading
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
+import numpy as np
 import torch
-import xxhash
 
-from relight.checkpoint.format import ImageEntry, header_bytes, parse_header
-from relight.errors import CopyError, CorruptionError, RetryableError
-from relight.keeper.arena import ArenaSlot
+from relight.checkpoint.images import Image
+from relight.errors import CorruptionError
 from relight.manifest.manifest import BLOCK_BYTES
-from relight.storage.backend import StorageBackend
+from relight.manifest.shard import Box
 
-__all__ = ["BadBlock", "Image", "ImageCopy", "LoadPlan", "Move", "SlotCopy", "StoredCopy"]
+__all__ = ["LoadPlan", "Move", "Rows"]
 
 MAPPED_THREADS = 2
 READ_THREADS = 3
 _SMALL_BYTES = 64 * 1024
-_BAD = (CopyError, RetryableError)
-
-
-@dataclass(frozen=True, slots=True)
-class BadBlock:
-    """A block that one copy could not give: which, where, and why."""
-
-    place: str
-    block: int
-    reason: str
-
-
-class ImageCopy(Protocol):
-    """One copy of a rank image."""
-
-    place: str
-    is_mapped: bool
-
-    def block(self, start: int, stop: int, bounce: memoryview | None) -> memoryview:
-        """Return bytes [start, stop) of the image, read into `bounce` unless the copy is mapped."""
-        ...
-
-
-class SlotCopy:
-    """The image in a slot of this node's arena; nothing is read, blocks are views."""
-
-    is_mapped = True
-
-    def __init__(self, slot: ArenaSlot) -> None:
-        self.place = str(slot.path)
-        self._slot = slot
-
-    def block(self, start: int, stop: int, bounce: memoryview | None) -> memoryview:  # noqa: ARG002 - of the protocol
-        """Return a view of the slot."""
-        return self._slot.image[start:stop]
-
-
-class StoredCopy:
-    """The image as a stored file."""
-
-    is_mapped = False
-
-    def __init__(self, backend: StorageBackend, name: str) -> None:
-        self.place = f"{backend.url}/{name}"
-        self._backend = backend
-        self._name = name
-
-    def block(self, start: int, stop: int, bounce: memoryview | None) -> memoryview:
-        """Read into `bounce`."""
-        target = bounce[: stop - start] if bounce is not None else memoryview(bytearray(stop - start))
-        self._backend.read_into(self._name, start, target)
-        return target
-
-
-class Image:
-    """A rank image with its digests and every copy of it, nearest first.
-
-    Args:
-        more: gives the further copies, when the first turns out bad; asked once.
-    """
-
-    def __init__(
-        self,
-        *,
-        image_bytes: int,
-        digests: Sequence[bytes],
-        copies: Sequence[ImageCopy],
-        more: Callable[[], Sequence[ImageCopy]] | None = None,
-    ) -> None:
-        self.image_bytes = image_bytes
-        self.digests = digests
-        self.copies = list(copies)
-        self._more = more
-        self._more_lock = threading.Lock()
-        self.bad: list[BadBlock] = []
-        self.data_start = 0
-        self._entries: dict[str, ImageEntry] | None = None
-        self._checked: set[int] = set()
-        if len(digests) != -(-image_bytes // BLOCK_BYTES):
-            raise CorruptionError(
-                f"{self.place}: {len(digests)} digests do not fit {image_bytes} bytes", path=self.place
-            )
-
-    @property
-    def place(self) -> str:
-        """The nearest copy's place, for messages."""
-        return self.copies[0].place if self.copies else "no copy"
-
-    @property
-    def is_mapped(self) -> bool:
-        """Whether the nearest copy needs no reading."""
-        return bool(self.copies) and self.copies[0].is_mapped
-
-    def verified_block(self, index: int, bounce: memoryview | None) -> memoryview:
-        """Return block `index` with its digest checked, from the nearest copy that has it whole.
-
-        Raises:
-            CorruptionError: no copy is left.
-        """
-        start = index * BLOCK_BYTES
-        stop = min(start + BLOCK_BYTES, self.image_bytes)
-        reasons = []
-        for copy in self._all_copies():
-            try:
-                data = copy.block(start, stop, bounce)
-                # A sealed slot does not change, so a mapped block that was checked stays checked.
-                if copy.is_mapped and index in self._checked:
-                    return data
-                if xxhash.xxh3_128_digest(data) == self.digests[index]:
-                    if copy.is_mapped:
-                        self._checked.add(index)
-                    return data
-                reason = "bytes differ from their digest"
-            except _BAD as error:
-                reason = str(error)
-            self.bad.append(BadBlock(copy.place, index, reason))
-            reasons.append(f"{copy.place}: block {index}: {reason}")
-        raise CorruptionError("; ".join(reasons) or "no copy", path=self.place, block=index)
-
-    def _all_copies(self) -> Iterator[ImageCopy]:
-        yield from self.copies[:1]
-        with self._more_lock:
-            more, self._more = self._more, None
-            if more is not None:
-                self.copies += more()
-        yield from self.copies[1:]
-
-    def entries(self) -> dict[str, ImageEntry]:
-        """Return the image's entries by name; their offsets count from `data_start`, which is known afterwards."""
-        if self._entries is None:
-            block = self.verified_block(0, None) if self.image_bytes else memoryview(b"")
-            length = header_bytes(block[:8], image_bytes=self.image_bytes, path=self.place)
-            header = bytes(block[:length])
-            for index in range(1, -(-length // BLOCK_BYTES)):
-                header += bytes(self.verified_block(index, None)[: length - len(header)])
-            self.data_start = length
-            self._entries = parse_header(header, path=self.place)
-        return self._entries
 
 
 @dataclass(slots=True)
@@ -196,36 +56,71 @@ Move = tuple[int, int, int, _Staging | None]
 """Offset in the block, bytes, and the address to go to (or, with a staging, the offset in it)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Many equal runs of bytes at even distances, within one block and within one destination."""
+
+    offset: int
+    address: int
+    num: int
+    run_bytes: int
+    source_stride: int
+    target_stride: int
+    staging: _Staging | None
+
+    def copy(self, data: memoryview) -> None:
+        """Copy out of a block; releases the interpreter lock."""
+        base = self.address + (self.staging.address() if self.staging is not None else 0)
+        span = (self.num - 1) * self.target_stride + self.run_bytes
+        shape = (self.num, self.run_bytes)
+        source = np.ndarray(shape, np.uint8, data, self.offset, (self.source_stride, 1))
+        target = np.ndarray(
+            shape,
+            np.uint8,
+            memoryview((ctypes.c_ubyte * span).from_address(base)),
+            0,
+            (self.target_stride, 1),
+        )
+        np.copyto(target, source)
+        if self.staging is not None:
+            self.staging.arrived(self.num * self.run_bytes)
+
+
+@dataclass(slots=True)
+class _Block:
+    """One block of an image, and what goes where out of it."""
+
+    image: Image
+    index: int
+    moves: list[Move] = field(default_factory=list)
+    rows: list[Rows] = field(default_factory=list)
+
+
 class LoadPlan:
     """Which bytes of which images go where, block by block; blocks that nothing needs are not read."""
 
     def __init__(self) -> None:
-        self._blocks: dict[tuple[int, int], tuple[Image, int, list[Move]]] = {}
+        self._blocks: dict[tuple[int, int], _Block] = {}
         self._stagings: dict[int, _Staging] = {}
 
     def moves(self, image: Image, index: int) -> list[Move]:
         """Return the list of moves out of block `index` of `image`, to add to."""
+        return self._block(image, index).moves
+
+    def _block(self, image: Image, index: int) -> _Block:
         key = (id(image), index)
         block = self._blocks.get(key)
         if block is None:
-            block = self._blocks[key] = (image, index, [])
-        return block[2]
+            block = self._blocks[key] = _Block(image, index)
+        return block
 
     def add(self, image: Image, start: int, stop: int, tensor: torch.Tensor, start_bytes: int = 0) -> None:
         """Fill `tensor` from bytes [start, stop) of `image`, beginning `start_bytes` into its contiguous order."""
         if stop <= start:
             return
-        if start < 0 or stop > image.image_bytes:
-            raise CorruptionError(
-                f"{image.place}: bytes {start} to {stop} lie outside the image", path=image.place
-            )
-        staging: _Staging | None = None
-        if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj():
-            address = tensor.data_ptr() + start_bytes
-        else:
-            whole = tensor.numel() * tensor.element_size()
-            staging = self._stagings.setdefault(id(tensor), _Staging(tensor, whole))
-            address = start_bytes
+        _check_inside(image, start, stop)
+        staging, address = self._destination(tensor)
+        address += start_bytes
         index = start // BLOCK_BYTES
         while start < stop:
             border = (index + 1) * BLOCK_BYTES
@@ -234,6 +129,81 @@ class LoadPlan:
             address += end - start
             start = end
             index += 1
+
+    def add_box(self, image: Image, start: int, piece: Box, tensor: torch.Tensor, held: Box) -> int:
+        """Fill the part of `tensor` that a stored piece has.
+
+        Args:
+            image: that holds the piece.
+            start: where its bytes begin, in row-major order.
+            piece: what is stored there, in the global tensor.
+            tensor: what this rank holds of it.
+            held: the box that `tensor` is.
+
+        Returns:
+            Number of elements that this fills.
+        """
+        common = piece.overlap(held)
+        if common is None:
+            return 0
+        item_bytes = tensor.element_size()
+        first = len(common.sizes)
+        # Dims that are whole on both sides make one run together with the first that is not.
+        while first > 0 and piece.sizes[first - 1] == held.sizes[first - 1] == common.sizes[first - 1]:
+            first -= 1
+        split = max(0, first - 1)
+        run_bytes = math.prod(common.sizes[split:]) * item_bytes
+        steps_there, steps_here = _strides(piece.sizes, item_bytes), _strides(held.sizes, item_bytes)
+        there = start + _distance(common, piece, steps_there)
+        here = _distance(common, held, steps_here)
+        if not split:
+            self.add(image, there, there + run_bytes, tensor, here)
+            return common.num_elements
+        for outer in itertools.product(*map(range, common.sizes[: split - 1])):
+            source = there + sum(map(int.__mul__, outer, steps_there))
+            target = here + sum(map(int.__mul__, outer, steps_here))
+            num, strides = common.sizes[split - 1], (steps_there[split - 1], steps_here[split - 1])
+            self._add_rows(image, source, tensor, target, num=num, run_bytes=run_bytes, strides=strides)
+        return common.num_elements
+
+    def _add_rows(
+        self,
+        image: Image,
+        start: int,
+        tensor: torch.Tensor,
+        start_bytes: int,
+        *,
+        num: int,
+        run_bytes: int,
+        strides: tuple[int, int],
+    ) -> None:
+        """Add `num` runs; those that a border of blocks cuts go one by one."""
+        source_stride, target_stride = strides
+        _check_inside(image, start, start + (num - 1) * source_stride + run_bytes)
+        staging, address = self._destination(tensor)
+        row = 0
+        while row < num:
+            at = start + row * source_stride
+            low = at - at % BLOCK_BYTES
+            fits = (
+                (low + BLOCK_BYTES - run_bytes - at) // source_stride + 1 if run_bytes <= BLOCK_BYTES else 0
+            )
+            if fits < 1:
+                self.add(image, at, at + run_bytes, tensor, start_bytes + row * target_stride)
+                row += 1
+                continue
+            many = min(fits, num - row)
+            there = address + start_bytes + row * target_stride
+            rows = Rows(at - low, there, many, run_bytes, source_stride, target_stride, staging)
+            self._block(image, low // BLOCK_BYTES).rows.append(rows)
+            row += many
+
+    def _destination(self, tensor: torch.Tensor) -> tuple[_Staging | None, int]:
+        """Return the address of a tensor that takes bytes as they are; else a staging, and 0."""
+        if tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj():
+            return None, tensor.data_ptr()
+        size = tensor.numel() * tensor.element_size()
+        return self._stagings.setdefault(id(tensor), _Staging(tensor, size)), 0
 
     def run(self, *, num_threads: int | None = None) -> int:
         """Fill every target.
@@ -247,12 +217,13 @@ class LoadPlan:
         Raises:
             CorruptionError: a block has no good copy; targets may be partly filled, with verified bytes only.
         """
-        blocks = list(self._blocks.values())
+        order = {id(block.image): at for at, block in enumerate(self._blocks.values())}
+        blocks = sorted(self._blocks.values(), key=lambda block: (order[id(block.image)], block.index))
         if not blocks:
             return 0
-        is_mapped = all(image.is_mapped for image, _, _ in blocks)
+        is_mapped = all(block.image.is_mapped for block in blocks)
         threads = num_threads or (MAPPED_THREADS if is_mapped else READ_THREADS)
-        num_moves = sum(len(moves) for _, _, moves in blocks)
+        num_moves = sum(len(block.moves) for block in blocks)
         if is_mapped and len(blocks) * BLOCK_BYTES < num_moves * _SMALL_BYTES:
             # Many small moves spend their time in the interpreter, which threads would only fight for.
             threads = 1
@@ -276,7 +247,7 @@ class _Work:
 
     def __init__(
         self,
-        blocks: list[tuple[Image, int, list[Move]]],
+        blocks: list[_Block],
         *,
         is_mapped: bool,
     ) -> None:
@@ -294,7 +265,7 @@ class _Work:
             if job is None:
                 return
             try:
-                num_bytes = _handle(*job, bounce)
+                num_bytes = _handle(job, bounce)
             except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
                 self.failures.append(error)
                 return
@@ -302,17 +273,42 @@ class _Work:
                 self.num_bytes += num_bytes
 
 
-def _handle(image: Image, index: int, moves: list[Move], bounce: memoryview | None) -> int:
-    data = image.verified_block(index, bounce)
+def _handle(block: _Block, bounce: memoryview | None) -> int:
+    data = block.image.verified_block(block.index, bounce)
     base = ctypes.addressof(ctypes.c_char.from_buffer(data))
     move = ctypes.memmove
-    for offset, num_bytes, address, staging in moves:
+    for offset, num_bytes, address, staging in block.moves:
         if staging is None:
             move(address, base + offset, num_bytes)
         else:
             move(staging.address() + address, base + offset, num_bytes)
             staging.arrived(num_bytes)
+    for rows in block.rows:
+        rows.copy(data)
     return len(data)
+
+
+def _check_inside(image: Image, start: int, stop: int) -> None:
+    if start < 0 or stop > image.image_bytes:
+        raise CorruptionError(
+            f"{image.place}: bytes {start} to {stop} lie outside the image", path=image.place
+        )
+
+
+def _strides(sizes: tuple[int, ...], item_bytes: int) -> list[int]:
+    """Return the bytes from one index to the next in each dim of a dense box."""
+    strides = [item_bytes] * len(sizes)
+    for dim in range(len(sizes) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * sizes[dim + 1]
+    return strides
+
+
+def _distance(inner: Box, outer: Box, strides: list[int]) -> int:
+    """Return how many bytes into `outer` the first element of `inner` lies."""
+    return sum(
+        (ours - theirs) * step
+        for ours, theirs, step in zip(inner.offsets, outer.offsets, strides, strict=True)
+    )
 
 
 def _bounce_buffer() -> memoryview:

@@ -36,6 +36,8 @@ _PRELOADED = (
     "torch",
     "torch._dynamo",
     "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
     "torch.utils.data",
     "relight.checkpoint.checkpointer",
