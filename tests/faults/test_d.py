@@ -11,6 +11,7 @@ import torch
 
 from tests.faults import spread
 from tests.golden.sharded import train
+from tests.kills.test_kills import OF_TRAINER
 from tests.running import Home
 
 pytestmark = pytest.mark.multiprocess
@@ -135,21 +136,10 @@ def test_a_reshard_refuses_state_without_placements_by_name(home: Home, ranks: i
     assert [notes[0]["scratch"][0] for notes in allowed] == [0.0, 1.0, 0.0][:ranks]
 
 
-KILL_POINTS = (
-    "slot.writing",
-    "snapshot.started",
-    "snapshot.copied",
-    "seal.draft_written",
-    "seal.control_written",
-    "seal.sealed",
-    "saver.sealed",
-)
-
-
-@pytest.mark.parametrize("point", KILL_POINTS)
+@pytest.mark.parametrize("point", OF_TRAINER)
 def test_one_rank_of_four_killed_at_each_point_of_a_save_hangs_nobody(home: Home, point: str) -> None:
     home.keeper()
-    victim = KILL_POINTS.index(point) % 4
+    victim = OF_TRAINER.index(point) % 4
     lives = home.start(
         train,
         root=home.root(),
