@@ -176,3 +176,10 @@ def test_a_killed_writer_process_breaks_no_later_save(home: Home) -> None:
 def test_h_d04_a_cached_plan_does_not_outlive_shapes_and_dtypes(home: Home) -> None:
     found = home.live(ranks.cached_plans, world_size=3, root=home.root())
     assert found == [[{"step": step, "is_right": True} for step in range(4)]] * 3
+
+
+def test_a_tensor_of_which_parts_are_missing_is_not_saved(home: Home) -> None:
+    for failed in all_notes(home.live(ranks.alone, world_size=2, root=home.root())):
+        kind, text = failed["failed"]["0"]
+        assert kind == "StateMismatchError"
+        assert "w: the ranks' pieces do not cover the tensor of shape (6, 2) exactly once" in text
