@@ -5,6 +5,7 @@ A candidate is a step; its blocks may come from memory and any tier mixed. Rank 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -198,7 +199,9 @@ class Checkpoint:
                 append((start - low, stop - start, tensor.data_ptr(), None))
             else:
                 plan.add(image, start, stop, tensor)
-        self.bytes_read += plan.run()
+        # Every thread touches a new buffer of a block, which costs more than to read it.
+        num_neighbours = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", book.world_size)))
+        self.bytes_read += plan.run(num_neighbours=num_neighbours)
 
     def _homes(self, source: int) -> dict[str, int | None]:
         """Return by tensor the rank whose image holds all of it under its key; None where pieces must be found."""

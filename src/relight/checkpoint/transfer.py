@@ -205,11 +205,11 @@ class LoadPlan:
         size = tensor.numel() * tensor.element_size()
         return self._stagings.setdefault(id(tensor), _Staging(tensor, size)), 0
 
-    def run(self, *, num_threads: int | None = None) -> int:
+    def run(self, *, num_neighbours: int = 1) -> int:
         """Fill every target.
 
         Args:
-            num_threads: None for what suits the images.
+            num_neighbours: ranks of this node that load at the same time, and share its processors and its disk.
 
         Returns:
             Number of bytes of images read.
@@ -222,7 +222,7 @@ class LoadPlan:
         if not blocks:
             return 0
         is_mapped = all(block.image.is_mapped for block in blocks)
-        threads = num_threads or (MAPPED_THREADS if is_mapped else READ_THREADS)
+        threads = max(1, (MAPPED_THREADS if is_mapped else READ_THREADS) // num_neighbours)
         num_moves = sum(len(block.moves) for block in blocks)
         if is_mapped and len(blocks) * BLOCK_BYTES < num_moves * _SMALL_BYTES:
             # Many small moves spend their time in the interpreter, which threads would only fight for.
