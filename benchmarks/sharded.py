@@ -17,6 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.__main__ import end_keepers
+
 HERE = Path(__file__).parent
 LAYERS, WIDTH = 80, 1024
 STEP = 1
@@ -133,6 +135,27 @@ def run(what: str, engine: str, layout: str, root: Path, *, ranks: int, repeats:
     return found
 
 
+def measure(base: Path, repeats: int) -> None:
+    """Save under each layout with both engines, load under others, and print a line for each pair."""
+    for layout in ("fsdp", "ddp"):
+        for engine in ("relight", "DCP"):
+            run("save", engine, layout, base / f"{layout}-{engine}", ranks=4, repeats=1)
+        for target, ranks in (("fsdp", 4), ("fsdp", 3), ("fsdp", 2), ("ddp", 2)):
+            pair = {
+                engine: run("load", engine, target, base / f"{layout}-{engine}", ranks=ranks, repeats=repeats)
+                for engine in ("relight", "DCP")
+            }
+            ours, theirs = (statistics.median(pair[engine]["times"]) for engine in ("relight", "DCP"))
+            needed = pair["relight"]["state_bytes"]
+            name = f"{layout} 4 -> {target} {ranks}"
+            read = pair["relight"]["read"]
+            print(
+                f"{name:22} relight {ours:6.3f} s  DCP {theirs:6.3f} s  {theirs / ours:5.1f} x  "
+                f"read {read / needed:4.2f} x of {needed / 1e9:.2f} GB",
+                flush=True,
+            )
+
+
 def main() -> None:
     """Measure and print."""
     if sys.argv[1:2] == ["work"]:
@@ -145,27 +168,12 @@ def main() -> None:
     base = Path(options.directory).resolve()
     shutil.rmtree(base, ignore_errors=True)
     base.mkdir(parents=True)
-    rows = []
-    for layout in ("fsdp", "ddp"):
-        for engine in ("relight", "DCP"):
-            run("save", engine, layout, base / f"{layout}-{engine}", ranks=4, repeats=1)
-        for target, ranks in (("fsdp", 4), ("fsdp", 3), ("fsdp", 2), ("ddp", 2)):
-            pair = {
-                engine: run(
-                    "load", engine, target, base / f"{layout}-{engine}", ranks=ranks, repeats=options.repeats
-                )
-                for engine in ("relight", "DCP")
-            }
-            ours, theirs = (statistics.median(pair[engine]["times"]) for engine in ("relight", "DCP"))
-            needed = pair["relight"]["state_bytes"]
-            read = pair["relight"]["read"]
-            rows.append((f"{layout} 4 -> {target} {ranks}", ours, theirs, theirs / ours, read / needed))
-            print(
-                f"{rows[-1][0]:22} relight {ours:6.3f} s  DCP {theirs:6.3f} s  {theirs / ours:5.1f} x  "
-                f"read {read / needed:4.2f} x of {needed / 1e9:.2f} GB",
-                flush=True,
-            )
-    shutil.rmtree(base, ignore_errors=True)
+    try:
+        measure(base, options.repeats)
+    finally:
+        for root in base.iterdir():
+            end_keepers(root)
+        shutil.rmtree(base, ignore_errors=True)
 
 
 if __name__ == "__main__":
