@@ -192,6 +192,7 @@ class DcpThreadStaged(DcpThread):
     """`async_save` in a thread, with buffers that are kept and filled during forward and backward."""
 
     name = "DCP async, thread, staged in background"
+    stages_in_background = True
 
     def make_stager(self) -> Any:
         staging = importlib.import_module("torch.distributed.checkpoint.staging")
@@ -199,7 +200,7 @@ class DcpThreadStaged(DcpThread):
             staging.StagingOptions(
                 use_pinned_memory=False,
                 use_shared_memory=True,
-                use_async_staging=True,
+                use_async_staging=self.stages_in_background,
                 use_non_blocking_copy=False,
             )
         )
@@ -209,6 +210,7 @@ class DcpProcess(DcpThreadStaged):
     """`async_save` by a process, with shared buffers that are kept."""
 
     name = "DCP async, process"
+    stages_in_background = False
     kind = "PROCESS"
 
     def __init__(self, training: Holder, directory: Path) -> None:
@@ -217,17 +219,6 @@ class DcpProcess(DcpThreadStaged):
         distributed = importlib.import_module("torch.distributed")
         if not distributed.is_initialized():
             distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-
-    def make_stager(self) -> Any:
-        staging = importlib.import_module("torch.distributed.checkpoint.staging")
-        return staging.DefaultStager(
-            staging.StagingOptions(
-                use_pinned_memory=False,
-                use_shared_memory=True,
-                use_async_staging=False,
-                use_non_blocking_copy=False,
-            )
-        )
 
 
 class TorchCheckpointing(Method):

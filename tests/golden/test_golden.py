@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.golden.scenario import OPTIMIZERS, SCHEDULERS, TOTAL, train
+from tests.kills.test_kills import OF_TRAINER
 from tests.running import Home
 
 pytestmark = pytest.mark.multiprocess
@@ -91,18 +92,7 @@ def test_killed_without_waiting_for_the_save(home: Home, kill_step: int) -> None
     check(home, {"kill_step": kill_step, "is_durable": False}, {"kill_step": 13, "is_durable": False})
 
 
-@pytest.mark.parametrize(
-    "point",
-    [
-        "slot.writing",
-        "snapshot.started",
-        "snapshot.copied",
-        "seal.draft_written",
-        "seal.control_written",
-        "seal.sealed",
-        "saver.sealed",
-    ],
-)
+@pytest.mark.parametrize("point", OF_TRAINER)
 def test_killed_in_the_middle_of_a_save(home: Home, point: str) -> None:
     check(home, {"kill_step": 5, "kill_point": point}, {"kill_step": 11, "kill_point": point})
 

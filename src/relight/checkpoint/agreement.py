@@ -13,7 +13,7 @@ from relight.checkpoint.replicas import (
     ReplicaMode,
     differing_groups,
     equal_kinds,
-    find_differences,
+    name_differences,
     texts,
 )
 from relight.checkpoint.save_job import SaveJob, check_votes, vote
@@ -104,8 +104,7 @@ class Agreement:
         return everyone
 
     def _name(self, job: SaveJob, groups: list[str]) -> tuple[Difference, ...]:
-        answers = self._group.gather({group: job.replicas[group] for group in groups})
-        found = find_differences(groups, job.plan.layouts, answers)
+        found = name_differences(self._group, job.replicas, groups, job.plan.layouts)
         if self._is_fresh:
             raise OwnershipError(
                 f"{len(found)} tensors differ between ranks that count as replicas of one model, such as "

@@ -19,7 +19,7 @@ from relight.manifest.manifest import Generation, Parent
 from relight.manifest.names import STEPS, parse_step_dir
 from relight.storage.tiers import RAM, tier_url
 
-__all__ = ["Place", "Root", "begin", "ended", "note_loaded", "parse_root"]
+__all__ = ["Place", "Root", "begin", "can_be_root", "ended", "note_loaded", "parse_root"]
 
 _NAMED_STEP = re.compile(r"step[-_=](\d+)", re.ASCII)
 
@@ -68,6 +68,15 @@ _lock = threading.Lock()
 # By process too: a forked child is another incarnation.
 _claims: dict[tuple[int, str], _Claim] = {}
 _loaded: dict[tuple[int, str], Parent] = {}
+
+
+def can_be_root(place: str | os.PathLike[str]) -> bool:
+    """Tell whether `parse_root` takes `place`."""
+    try:
+        parse_root(place)
+    except ConfigError:
+        return False
+    return True
 
 
 def parse_root(place: str | os.PathLike[str]) -> Root:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from relight.checkpoint import context
-from relight.checkpoint.dcp_place import note_loaded, parse_root
+from relight.checkpoint.dcp_place import can_be_root, note_loaded, parse_root
 from relight.checkpoint.dcp_source import Source, open_source
 from relight.checkpoint.format import DTYPES
 from relight.checkpoint.transfer import LoadPlan as TransferPlan
@@ -184,11 +184,7 @@ class Reader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Tell whether `checkpoint_id` can name a place."""
-        try:
-            parse_root(checkpoint_id)
-        except ConfigError:
-            return False
-        return True
+        return can_be_root(checkpoint_id)
 
     @property
     def checkpoint_id(self) -> str:

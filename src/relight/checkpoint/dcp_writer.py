@@ -30,7 +30,7 @@ from relight.checkpoint.dcp_exchange import (
     make_plans,
 )
 from relight.checkpoint.dcp_image import RankContent, collect, fill_image, page_buffer
-from relight.checkpoint.dcp_place import Place, begin, ended, parse_root
+from relight.checkpoint.dcp_place import Place, begin, can_be_root, ended, parse_root
 from relight.checkpoint.dcp_staging import copy_state, ensure_background
 from relight.checkpoint.replicas import ReplicaMode
 from relight.clock import SystemClock
@@ -237,11 +237,7 @@ class Writer(StorageWriter, AsyncStager):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Tell whether `checkpoint_id` can name a place."""
-        try:
-            parse_root(checkpoint_id)
-        except ConfigError:
-            return False
-        return True
+        return can_be_root(checkpoint_id)
 
     # Staging, for dcp.async_save
 

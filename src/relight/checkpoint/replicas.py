@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 import xxhash
 
+from relight.checkpoint.group import RankGroup
 from relight.checkpoint.save_plan import SavePlan
 from relight.checkpoint.sharding import Kind
 from relight.checkpoint.table import StateTable
@@ -196,6 +197,14 @@ def find_differences(
                 odd = {rank for rank, one in values.items() if one != value or not is_majority}
                 found.setdefault(key, set()).update(odd)
     return tuple(Difference(key, tuple(sorted(ranks))) for key, ranks in sorted(found.items()))
+
+
+def name_differences(
+    group: RankGroup, digests: Digests, differing: Sequence[str], layouts: Sequence[Layout]
+) -> tuple[Difference, ...]:
+    """Exchange the digests of the groups that differ, and return the tensors and ranks. Call on every rank."""
+    answers = group.gather({name: digests[name] for name in differing})
+    return find_differences(differing, layouts, answers)
 
 
 def texts(differences: Sequence[Difference]) -> tuple[str, ...]:

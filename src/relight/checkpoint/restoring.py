@@ -20,7 +20,7 @@ from relight.checkpoint.replicas import (
     ReplicaCheck,
     ReplicaMode,
     differing_groups,
-    find_differences,
+    name_differences,
     summary,
 )
 from relight.checkpoint.run import Run
@@ -198,8 +198,7 @@ class Restorer:
         digests = self._replicas.digests(table, plan, lambda _: None)
         groups = differing_groups(self._group.gather(summary(digests)), plan.layouts)
         if groups:
-            answers = self._group.gather({group: digests[group] for group in groups})
-            found = find_differences(groups, plan.layouts, answers)
+            found = name_differences(self._group, digests, groups, plan.layouts)
             raise DesyncError(
                 f"after the restore of step {step} replicas hold different values of {len(found)} tensors: "
                 f"{', '.join(map(str, found[:3]))}; nothing was trained yet: restore again, and look at the memory of "

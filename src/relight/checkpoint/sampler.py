@@ -46,6 +46,9 @@ class ElasticSampler(Sampler[int]):
             At first use: `global_batch` cannot be divided by `world_size`, or `rank` is out of range.
     """
 
+    # What the user wrote, for messages about ranks.
+    _called = "ElasticSampler"
+
     def __init__(
         self,
         num_samples: int,
@@ -255,9 +258,9 @@ class ElasticSampler(Sampler[int]):
 
     def _checked(self, rank: int, world_size: int) -> tuple[int, int]:
         if world_size < 1 or not 0 <= rank < world_size:
-            raise ConfigError(f"ElasticSampler: rank={rank} is not in range(world_size={world_size})")
+            raise ConfigError(f"{self._called}: rank={rank} is not in range(world_size={world_size})")
         if self.global_batch % world_size:
             raise ConfigError(
-                f"ElasticSampler: global_batch={self.global_batch} cannot be divided by world_size={world_size}"
+                f"{self._called}: global_batch={self.global_batch} cannot be divided by world_size={world_size}"
             )
         return rank, world_size

@@ -43,6 +43,8 @@ class StreamSampler(ElasticSampler):
     Thread-safe as far as a loop needs that fetches in one thread and steps in another.
     """
 
+    _called = "FileStream"
+
     def __init__(
         self,
         table: FileTable,
@@ -321,15 +323,6 @@ class StreamSampler(ElasticSampler):
                 f"FileStream: {place}, byte {mark.offset}, which is no start of a record"
             )
         return mark
-
-    def _checked(self, rank: int, world_size: int) -> tuple[int, int]:
-        if world_size < 1 or not 0 <= rank < world_size:
-            raise ConfigError(f"FileStream: rank={rank} is not in range(world_size={world_size})")
-        if self.global_batch % world_size:
-            raise ConfigError(
-                f"FileStream: global_batch={self.global_batch} cannot be divided by world_size={world_size}"
-            )
-        return rank, world_size
 
 
 def _check_total(total: int, global_batch: int, *, drop_last: bool) -> None:
